@@ -1,0 +1,260 @@
+"""The command line: parses, calls a room, prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import HEAVY_HEAD, SIMPLE_HEAD, Box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from locater import __version__
+from locater.errors import LocaterError
+from locater.files import write_file
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="locater",
+    help="See, predict and control where a transformer's attention looks.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+JsonOption = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
+]
+OutOption = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the files; made if missing.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
+
+
+def _out() -> Console:
+    return Console()
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Any]:
+    """A bar on standard error that takes the share done; nothing where nobody watches."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)  # until the first share is told, a pulse
+        yield lambda share: bar.update(task, total=1.0, completed=share)
+
+
+def _write_json(target: str, value: Any) -> None:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
+    if target == "-":
+        print(text)
+        return
+    write_file(Path(target), (text + "\n").encode())
+
+
+def _plain(value: Any) -> Any:
+    """numpy's numbers and arrays as Python's."""
+    return value.tolist()
+
+
+def _table(rows: list[dict[str, Any]], title: str, box: Box = HEAVY_HEAD) -> Table:
+    table = Table(title=title or None, title_justify="left", box=box)
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    for name in names:
+        table.add_column(name, justify="left" if any(isinstance(row.get(name), str) for row in rows) else "right")
+    for row in rows:
+        cells = (row.get(name, "") for name in names)
+        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    return table
+
+
+@app.command("rho")
+def rho_command(
+    mean: Annotated[float, typer.Option(help="Mean of the eigenvalues of W = W_QK Σ.")],
+    std: Annotated[float, typer.Option(help="Their standard deviation.")] = 0.0,
+    dim: Annotated[int, typer.Option(help="How many: the normal's mid-quantiles.")] = 128,
+    tokens: Annotated[int, typer.Option(help="Sequence length T.")] = 40,
+    temperature: Annotated[float | None, typer.Option(help="λ; √dim if not given.")] = None,
+    method: Annotated[str, typer.Option(help="exact, gaussian, asymptotic, printed or montecarlo.")] = "exact",
+    process: Annotated[str, typer.Option(help="walk, independent, or ar:DECAY.")] = "walk",
+    samples: Annotated[int, typer.Option(help="Sequences for montecarlo.")] = 100_000,
+    seed: SeedOption = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """Signal propagation probability of every token, for normally distributed eigenvalues."""
+    import numpy as np
+
+    from locater.theory import moments, normal_spectrum, regime, rho
+
+    spectrum = normal_spectrum(mean, std, dim)
+    tokens_process = _process(process, tokens)
+    lam = float(np.sqrt(dim)) if temperature is None else temperature
+    values = rho(spectrum, tokens_process, lam, method, samples=samples, seed=seed)
+    name = regime(values)
+    if json_file is not None:
+        exact = moments(spectrum, tokens_process, lam)
+        given = {"mean": mean, "std": std, "dim": dim, "tokens": tokens, "temperature": lam}
+        more = {"method": method, "process": process, "regime": name, "rho": values}
+        _write_json(json_file, given | more | {"z_mean": exact.mean, "z_variance": exact.variance})
+    if json_file != "-":
+        console = _out()
+        console.print(f"ρ, {method}: {name}   (tr W/λ = {spectrum.sum() / lam:.4g}, T = {tokens}, d = {dim})")
+        for i in np.unique(np.linspace(0, tokens - 1, min(tokens, 40)).round().astype(int)):
+            console.print(f"{i + 1:>6}  {values[i]:.6f}  {'█' * round(40 * float(values[i]))}", highlight=False)
+
+
+def _process(name: str, tokens: int) -> Any:
+    from locater.theory import TokenProcess
+
+    if name == "walk":
+        return TokenProcess.random_walk(tokens)
+    if name == "independent":
+        return TokenProcess.independent(tokens)
+    kind, _, decay = name.partition(":")
+    try:
+        if kind == "ar":
+            return TokenProcess.autoregressive(tokens, float(decay))
+    except ValueError as error:
+        if isinstance(error, LocaterError):
+            raise
+    raise LocaterError(f"process must be walk, independent or ar:DECAY (as in ar:0.9), got {name!r}")
+
+
+@app.command("figure")
+def figure_command(
+    number: Annotated[int, typer.Argument(help="1 to 5, the paper's numbering.")],
+    out: OutOption = Path("figures"),
+    json_file: JsonOption = None,
+) -> None:
+    """Draw a figure of the paper: PNG, SVG and the data as JSON."""
+    from locater.figures import draw
+
+    with _progress(f"figure {number}") as progress:
+        written = draw(number, out, progress)
+    if json_file is not None:
+        _write_json(json_file, {"figure": number, "files": [str(path) for path in written]})
+    if json_file != "-":
+        for path in written:
+            print(path)
+
+
+@app.command("study")
+def study_command(
+    name: Annotated[str | None, typer.Argument(help="Which; none lists them.")] = None,
+    seed: SeedOption = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """Put one of the paper's statements to the test, as a table."""
+    from locater.theory import STUDIES
+
+    if name is None:
+        rows = [{"study": key, "asks": study.question, "of": study.title} for key, study in STUDIES.items()]
+        if json_file is not None:
+            _write_json(json_file, {"studies": rows})
+        if json_file != "-":
+            _out().print(_table(rows, "locater study NAME"))
+        return
+    if name not in STUDIES:
+        raise LocaterError(f"study must be one of {', '.join(STUDIES)}, got {name!r}")
+    study = STUDIES[name]
+    with _progress(name):
+        result = study.run(seed)
+    if json_file is not None:
+        plain = [{key: None if cell != cell else cell for key, cell in row.items()} for row in result]
+        _write_json(json_file, {"study": name, "question": study.question, "seed": seed, "rows": plain})
+    if json_file != "-":
+        _out().print(_table(result, f"{study.title}: {study.question}"))
+
+
+@app.command("demo")
+def demo_command(out: OutOption = Path("locater-demo"), seed: SeedOption = 0, json_file: JsonOption = None) -> None:
+    """Predict where attention looks from six spectra, simulate it, and show both."""
+    from locater.demo import SPECTRA, compare
+    from locater.figures import draw
+
+    results: list[dict[str, Any]] = []
+    with _progress("simulating") as progress:
+        written = draw(5, out, lambda share: progress(0.3 * share))
+        for done, (mean, std) in enumerate(SPECTRA, start=1):
+            results.append(compare(mean, std, seed=seed))
+            progress(0.3 + 0.7 * done / len(SPECTRA))
+    if json_file is not None:
+        _write_json(json_file, {"spectra": results, "files": [str(path) for path in written]})
+    if json_file == "-":
+        return
+    console = _out()
+    gaps = {"exact": "exact", "large T": "asymptotic", "printed": "printed"}
+    rows = [
+        {
+            "mean": result["mean"],
+            "std": result["std"],
+            "looks": result["regime"],
+            "predicted": _sparkline(result["rho"]["exact"]),
+            "simulated": _sparkline(result["rho"]["simulated"]),
+        }
+        | {name: f"{result['largest_gap'][key]:.3f}" for name, key in gaps.items()}
+        for result in results
+    ]
+    console.print("Where attention looks: ρ from token 1 to the query, token 40, predicted from the mean")
+    console.print("and std of the eigenvalues of W_QK (d = 128), and counted in 4,000 random walks.")
+    console.print(_table(rows, "", box=SIMPLE_HEAD))
+    console.print(
+        "Right-hand columns: the largest distance of each formula from the simulated ρ; sampling explains up to "
+        f"{results[0]['four_standard_errors']:.3f} (4 standard errors).",
+        highlight=False,
+    )
+    console.print(f"Picture: {written[0]}", highlight=False)
+
+
+def _sparkline(values: list[float], width: int = 10) -> str:
+    """Averages of `width` stretches as bars of eight heights."""
+    edges = [round(k * len(values) / width) for k in range(width + 1)]
+    means = (sum(values[a:b]) / (b - a) for a, b in pairwise(edges))
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * value))] for value in means)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"locater {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """See, predict and control where a transformer's attention looks."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line: status 0, or 2 and one line for a user's mistake."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = app(arguments or ["--help"], standalone_mode=False)
+    except LocaterError as error:
+        _fail(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        print("locater: stopped", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # the reader of our output went away, as `| head` does
+        sys.stderr.close()
+        sys.exit(0)
+    except Exception as error:
+        explain = getattr(error, "format_message", None)  # the parser's own errors
+        if explain is None:
+            raise
+        _fail(f"{explain()} (locater --help lists the commands, locater COMMAND --help their options)")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str) -> None:
+    print("locater: " + " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,36 @@
+"""The main job, small: predict where attention looks, then look."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from locater.theory import TokenProcess, normal_spectrum, regime, rho
+from locater.theory.law import spectrum_of
+from locater.theory.simulate import rho_by_walks
+
+__all__ = ["SPECTRA", "compare"]
+
+SPECTRA = ((0.05, 0.02), (0.2, 0.05), (0.4, 0.1), (-0.2, 0.05), (0.0, 0.3), (0.1, 2.0))
+"""Means and standard deviations of the eigenvalues of W_QK, a row of the demo each."""
+
+
+def compare(
+    mean: float, std: float, *, dim: int = 128, tokens: int = 40, walks: int = 4000, seed: int = 0
+) -> dict[str, Any]:
+    """ρ of one spectrum by every method, beside the share counted in simulated walks."""
+    spectrum, walk, temperature = normal_spectrum(mean, std, dim), TokenProcess.random_walk(tokens), np.sqrt(dim)
+    predicted = {
+        method: rho(spectrum, walk, temperature, method)
+        for method in ("exact", "gaussian", "asymptotic", "printed")
+    }  # fmt: skip
+    simulated = rho_by_walks(spectrum_of(spectrum), walk, temperature, samples=walks, seed=seed)
+    return {
+        "mean": mean,
+        "std": std,
+        "regime": regime(predicted["exact"]),
+        "rho": {name: values.tolist() for name, values in predicted.items()} | {"simulated": simulated.tolist()},
+        "largest_gap": {name: float(np.abs(values - simulated).max()) for name, values in predicted.items()},
+        "four_standard_errors": float(4 * np.sqrt(0.25 / walks)),
+    }

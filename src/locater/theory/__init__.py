@@ -1,0 +1,67 @@
+"""Given a spectrum, where should attention look? numpy and scipy only."""
+
+from locater.theory.bounds import (
+    Chain,
+    eigenvalue_variance,
+    entropy_lower_bound,
+    entropy_nu,
+    rank_bound,
+    scale_bound,
+    trace_bound,
+)
+from locater.theory.collapse import DepthProfile, attention_entropy, rank_over_depth, rank_residual
+from locater.theory.gradient import OneLayer, QKGradient
+from locater.theory.law import logit_form, rho_from_gaussian
+from locater.theory.lemmas import Lemma3, Lemma4, equation_22, lemma_3, lemma_4
+from locater.theory.process import TokenProcess
+from locater.theory.quadratic import QuadraticForm
+from locater.theory.regime import REGIMES, regime, regime_map, regime_map_at, spectrum_at
+from locater.theory.rho import Moments, focus_limit, moments, normal_spectrum, rho, rho_curve, rho_curve_slope
+from locater.theory.simulate import Simulation, simulate
+from locater.theory.softmax import PiecewiseSoftmax, piecewise_softmax, softmax, sparsemax
+from locater.theory.studies import STUDIES, Study
+
+__all__ = [
+    "REGIMES",
+    "STUDIES",
+    "Chain",
+    "DepthProfile",
+    "Lemma3",
+    "Lemma4",
+    "Moments",
+    "OneLayer",
+    "PiecewiseSoftmax",
+    "QKGradient",
+    "QuadraticForm",
+    "Simulation",
+    "Study",
+    "TokenProcess",
+    "attention_entropy",
+    "eigenvalue_variance",
+    "entropy_lower_bound",
+    "entropy_nu",
+    "equation_22",
+    "focus_limit",
+    "lemma_3",
+    "lemma_4",
+    "logit_form",
+    "moments",
+    "normal_spectrum",
+    "piecewise_softmax",
+    "rank_bound",
+    "rank_over_depth",
+    "rank_residual",
+    "regime",
+    "regime_map",
+    "regime_map_at",
+    "rho",
+    "rho_curve",
+    "rho_curve_slope",
+    "rho_from_gaussian",
+    "scale_bound",
+    "simulate",
+    "softmax",
+    "sparsemax",
+    "spectrum_at",
+    "trace_bound",
+]

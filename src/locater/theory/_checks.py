@@ -1,0 +1,122 @@
+"""Turning what a caller passes into what a formula needs, or saying what is wrong with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from locater.errors import LocaterError
+
+Array = NDArray[np.float64]
+
+_SYMMETRY = 1e-8  # relative to the largest entry; float32 covariances estimated from data pass
+_NEGATIVE = 1e-7  # relative to the largest eigenvalue
+
+
+def to_numpy(value: Any) -> NDArray[Any]:
+    """A numpy array of the same numbers; tensors are detached and moved to the CPU."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        # numpy has no bfloat16
+        value = value.numpy() if str(value.dtype) in ("torch.float32", "torch.float64") else _widen(value)
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise LocaterError(f"expected numbers in a rectangular array, got {value!r:.80}") from error
+
+
+def _widen(tensor: Any) -> NDArray[Any]:
+    return np.asarray((tensor if tensor.is_complex() else tensor.double()).numpy())
+
+
+def finite(name: str, value: ArrayLike) -> Array:
+    """A finite float64 array."""
+    array = to_numpy(value)
+    if array.dtype.kind not in "biuf":
+        raise LocaterError(f"{name} must be real numbers, got an array of {array.dtype}")
+    array = array.astype(np.float64)
+    if not np.isfinite(array).all():
+        place = np.argwhere(~np.isfinite(array))[0]
+        where = f" at index {', '.join(map(str, place))}" if array.ndim else ""
+        raise LocaterError(f"{name} must be finite, got {array[tuple(place)]}{where}")
+    return array
+
+
+def real_eigenvalues(value: ArrayLike) -> Array:
+    """Eigenvalues (..., d) with d ≥ 1, finite and real."""
+    array = to_numpy(value)
+    if array.dtype.kind == "c":
+        imaginary, size = np.abs(array.imag).max(initial=0.0), np.abs(array).max(initial=0.0)
+        if not imaginary <= 1e-9 * size:
+            raise LocaterError(
+                f"eigenvalues must be real, got an imaginary part of {imaginary:.3g}; the eigenvalues of an "
+                "asymmetric W_QK do not determine the law: pass the QK itself"
+            )
+        array = array.real
+    array = finite("eigenvalues", array)
+    if array.ndim == 0 or array.shape[-1] == 0:
+        raise LocaterError(f"eigenvalues must be a non-empty list, got shape {array.shape}")
+    return array
+
+
+def positive(name: str, value: float) -> float:
+    number = to_numpy(value)
+    if number.ndim or number.dtype.kind not in "iuf" or not (np.isfinite(number) and number > 0):
+        raise LocaterError(f"{name} must be one positive number, got {value!r:.80}")
+    return float(number)
+
+
+def at_least(name: str, value: int, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise LocaterError(f"{name} must be a whole number of at least {least}, got {value!r:.80}")
+    return int(value)
+
+
+def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise LocaterError(f"{name} must be one of {', '.join(choices)}, got {value!r:.80}")
+    return value
+
+
+def square(name: str, value: ArrayLike, size: int | None = None) -> Array:
+    """A finite square matrix, (size, size) where size is given."""
+    matrix = finite(name, value)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape[0] == 0:
+        raise LocaterError(f"{name} must be a square matrix, got shape {matrix.shape}")
+    if size is not None and len(matrix) != size:
+        raise LocaterError(f"{name} must be {size} × {size} to match, got {len(matrix)} × {len(matrix)}")
+    return matrix
+
+
+def covariance(name: str, value: ArrayLike, size: int | None = None) -> Array:
+    """A symmetric positive semidefinite matrix."""
+    matrix = square(name, value, size)
+    symmetric = symmetrised(name, matrix)
+    eigenvalues = np.linalg.eigvalsh(symmetric)
+    if eigenvalues[0] < -_NEGATIVE * max(eigenvalues[-1], 0.0) or eigenvalues[-1] < 0:
+        raise LocaterError(
+            f"{name} must be positive semidefinite, its smallest eigenvalue is {eigenvalues[0]:.6g} "
+            f"(largest {eigenvalues[-1]:.6g})"
+        )
+    return symmetric
+
+
+def symmetrised(name: str, matrix: Array) -> Array:
+    """(M + Mᵀ)/2 of matrices (..., n, n) that are symmetric but for rounding."""
+    transposed = np.swapaxes(matrix, -1, -2)
+    gap = np.abs(matrix - transposed)
+    if gap.max(initial=0.0) > _SYMMETRY * np.abs(matrix).max(initial=0.0):
+        row, column = np.unravel_index(gap.argmax(), gap.shape)[-2:]
+        raise LocaterError(
+            f"{name} must be symmetric, entries ({row}, {column}) and ({column}, {row}) differ by {gap.max():.6g}"
+        )
+    return np.asarray(0.5 * (matrix + transposed))
+
+
+def square_root(matrix: Array) -> Array:
+    """A factor L (..., n, n) with L Lᵀ = matrix, for positive semidefinite matrices, singular ones too."""
+    values, vectors = np.linalg.eigh(matrix)
+    floor = 1e-15 * np.abs(values).max(-1, keepdims=True)
+    return np.asarray(vectors * np.sqrt(np.where(values > floor, values, 0.0))[..., None, :])

@@ -1,0 +1,245 @@
+"""The general law behind ρ, and the spectra it specialises to.
+
+For one query, z_i = 1/T + qᵀu_i/(λT) with u_i = k_i − k̄ in the head's own dimensions. Where (q, u_i) is
+jointly Gaussian, qᵀu_i is a quadratic form in normals whose distribution `quadratic` knows exactly.
+Everything else in this package that is called exact is a choice of means and covariances here.
+
+Legend: T tokens, K head width, D model width. Σ feature covariance, W = W_QK Σ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from locater.errors import LocaterError
+from locater.theory import _checks as check
+from locater.theory._checks import Array
+from locater.theory.process import TokenProcess
+from locater.theory.quadratic import QuadraticForm
+
+__all__ = ["Factored", "Spectral", "Spectrum", "inside_unit_interval", "logit_form", "rho_from_gaussian", "spectrum_of"]
+
+
+@runtime_checkable
+class Factored(Protocol):
+    """W_QK = W_Qᵀ W_K kept as its factors, (..., K, D) each: `locater.QK` is one."""
+
+    @property
+    def w_q(self) -> Any: ...
+    @property
+    def w_k(self) -> Any: ...
+
+
+Spectral: TypeAlias = ArrayLike | Factored
+
+
+def logit_form(
+    query_mean: ArrayLike,
+    key_mean: ArrayLike,
+    query_covariance: ArrayLike,
+    key_covariance: ArrayLike,
+    cross_covariance: ArrayLike,
+) -> QuadraticForm:
+    """The distribution of qᵀu for jointly Gaussian q and u, any means and covariances.
+
+    `query_mean` and `key_mean` are E q and E u (..., K), the covariances Cov(q), Cov(u) and
+    Cov(q, u) = E (q − E q)(u − E u)ᵀ (..., K, K); leading dimensions broadcast. The joint covariance may
+    be singular.
+    """
+    m_q, m_u = check.finite("query_mean", query_mean), check.finite("key_mean", key_mean)
+    blocks = {
+        "query_covariance": check.finite("query_covariance", query_covariance),
+        "key_covariance": check.finite("key_covariance", key_covariance),
+        "cross_covariance": check.finite("cross_covariance", cross_covariance),
+    }
+    width = m_q.shape[-1] if m_q.ndim else 0
+    if width == 0 or m_u.shape[-1:] != (width,):
+        raise LocaterError(f"query_mean and key_mean must end in the same head width, got {m_q.shape} and {m_u.shape}")
+    for name, block in blocks.items():
+        if block.shape[-2:] != (width, width):
+            raise LocaterError(f"{name} must end in {width} × {width}, got shape {block.shape}")
+    try:
+        lead = np.broadcast_shapes(m_q.shape[:-1], m_u.shape[:-1], *(block.shape[:-2] for block in blocks.values()))
+    except ValueError as error:
+        shapes = [m_q.shape, m_u.shape, *(block.shape for block in blocks.values())]
+        raise LocaterError(f"means and covariances have leading shapes that do not broadcast: {shapes}") from error
+    joint = np.empty((*lead, 2 * width, 2 * width))
+    joint[..., :width, :width] = check.symmetrised("query_covariance", blocks["query_covariance"])
+    joint[..., width:, width:] = check.symmetrised("key_covariance", blocks["key_covariance"])
+    joint[..., :width, width:] = blocks["cross_covariance"]
+    joint[..., width:, :width] = np.swapaxes(blocks["cross_covariance"], -1, -2)
+    return _product_form(np.broadcast_to(m_q, (*lead, width)), np.broadcast_to(m_u, (*lead, width)), joint)
+
+
+def _product_form(m_q: Array, m_u: Array, joint: Array) -> QuadraticForm:
+    """qᵀu = vᵀAv with v = (q, u) = m + L g and A = ½ [[0, I], [I, 0]]."""
+    width = m_q.shape[-1]
+    values, vectors = np.linalg.eigh(joint)
+    least, most = values[..., 0], values[..., -1]
+    if (least < -1e-7 * np.maximum(most, 0.0)).any():
+        worst = least.flat[(least / np.where(most > 0, most, 1)).argmin()]
+        raise LocaterError(
+            "the joint covariance of query and key must be positive semidefinite, "
+            f"its smallest eigenvalue is {worst:.6g}"
+        )
+    root = vectors * np.sqrt(np.where(values > 1e-15 * most[..., None], values, 0.0))[..., None, :]
+    root_q, root_u = root[..., :width, :], root[..., width:, :]
+    half = np.swapaxes(root_q, -1, -2) @ root_u
+    weights, basis = np.linalg.eigh(0.5 * (half + np.swapaxes(half, -1, -2)))  # LᵀAL
+    if not (m_q.any() or m_u.any()):
+        return QuadraticForm(weights)
+    gradient = 0.5 * (  # LᵀAm
+        np.einsum("...kn,...k->...n", root_q, m_u) + np.einsum("...kn,...k->...n", root_u, m_q)
+    )
+    linear = np.einsum("...nm,...n->...m", basis, gradient)
+    return QuadraticForm(weights, linear, (m_q * m_u).sum(-1))
+
+
+def rho_from_gaussian(
+    query_mean: ArrayLike,
+    key_mean: ArrayLike,
+    query_covariance: ArrayLike,
+    key_covariance: ArrayLike,
+    cross_covariance: ArrayLike,
+    *,
+    tokens: int,
+    temperature: float,
+) -> Array:
+    """The general law: P(0 ≤ z ≤ 1) for z = 1/T + qᵀu/(λT), exactly (absolute error below 1e-6).
+
+    q is the query and u = k_i − k̄ the centred key as the head sees them, after norms, biases and RoPE;
+    T is `tokens`, λ the `temperature`. Means are (..., K) and covariances (..., K, K), with
+    `cross_covariance` = Cov(q, u). Leading dimensions (heads, key positions, …) broadcast, and the result
+    has them.
+    """
+    form = logit_form(query_mean, key_mean, query_covariance, key_covariance, cross_covariance)
+    return inside_unit_interval(form, check.at_least("tokens", tokens, 2), check.positive("temperature", temperature))
+
+
+def inside_unit_interval(form: QuadraticForm, tokens: int, temperature: float) -> Array:
+    """P(0 ≤ 1/T + y/(λT) ≤ 1) = P(−λ ≤ y ≤ λ(T − 1))."""
+    return form.interval_probability(-temperature, temperature * (tokens - 1))
+
+
+class Spectrum(Protocol):
+    """What the law of z needs to know of W = W_QK Σ for tokens with covariance K ⊗ Σ.
+
+    Tokens are thought of in coordinates where they are white: x = √K Σ^½ g.
+    """
+
+    @property
+    def dim(self) -> int:
+        """How many white coordinates of a token matter."""
+
+    @property
+    def trace(self) -> Array:
+        """tr W."""
+
+    @property
+    def scale(self) -> Array:
+        """tr(W_QK Σ W_QKᵀ Σ)."""
+
+    @property
+    def trace_square(self) -> Array:
+        """tr W²."""
+
+    def form(self, process: TokenProcess) -> QuadraticForm:
+        """qᵀu_i at every token, leading shape (..., T)."""
+
+    def toward(self, query: Array) -> Array:
+        """What the other tokens are projected on: (W_Q x_T)·(W_K x_i) = toward(x_T)·x_i, for (n, dim) tokens."""
+
+
+@dataclass(frozen=True)
+class SymmetricSpectrum:
+    """A symmetric W_QK, through the eigenvalues of W, (..., d)."""
+
+    eigenvalues: Array
+
+    @property
+    def dim(self) -> int:
+        return int(self.eigenvalues.shape[-1])
+
+    @property
+    def trace(self) -> Array:
+        return np.asarray(self.eigenvalues.sum(-1))
+
+    @property
+    def scale(self) -> Array:
+        return np.asarray((self.eigenvalues**2).sum(-1))
+
+    @property
+    def trace_square(self) -> Array:
+        return self.scale
+
+    def form(self, process: TokenProcess) -> QuadraticForm:
+        # The 2 × 2 covariance [[k, c], [c, s]] of an eigen-direction's x_T and x_i − x̄ turns
+        # w·x_T·(x_i − x̄) into two squares with weights ½ w (c ± √(k s)).
+        c, root = process.query_covariance, np.sqrt(process.query_variance * process.centred_variance)
+        pair = 0.5 * np.stack([c - root, c + root], -1)  # (T, 2)
+        weights = self.eigenvalues[..., None, :, None] * pair[:, None, :]
+        return QuadraticForm(np.sort(weights.reshape(*weights.shape[:-2], -1), axis=-1))
+
+    def toward(self, query: Array) -> Array:
+        return query * self.eigenvalues
+
+
+@dataclass(frozen=True)
+class HeadSpectrum:
+    """Any W_QK, through the covariances of W_Q x and W_K x at unit position variance, (..., K, K)."""
+
+    query: Array  # W_Q Σ W_Qᵀ
+    key: Array  # W_K Σ W_Kᵀ
+    cross: Array  # W_Q Σ W_Kᵀ
+
+    @property
+    def dim(self) -> int:
+        return 2 * int(self.query.shape[-1])
+
+    @property
+    def trace(self) -> Array:
+        return np.asarray(np.trace(self.cross, axis1=-2, axis2=-1))
+
+    @property
+    def scale(self) -> Array:
+        return np.asarray((self.query * self.key).sum((-2, -1)))
+
+    @property
+    def trace_square(self) -> Array:
+        return np.asarray((self.cross * np.swapaxes(self.cross, -1, -2)).sum((-2, -1)))
+
+    def form(self, process: TokenProcess) -> QuadraticForm:
+        s, c, k = process.centred_variance, process.query_covariance, process.query_variance
+        zero = np.zeros(self.query.shape[-1])
+        return logit_form(
+            zero,
+            zero,
+            k * self.query[..., None, :, :],
+            s[:, None, None] * self.key[..., None, :, :],
+            c[:, None, None] * self.cross[..., None, :, :],
+        )
+
+    def toward(self, query: Array) -> Array:
+        joint = np.block([[self.query, self.cross], [self.cross.T, self.key]])
+        to_query, to_key = np.split(check.square_root(joint), 2)  # (W_Q; W_K) Σ^½ up to a rotation of g
+        return np.asarray((query @ to_query.T) @ to_key)
+
+
+def spectrum_of(spectrum: Spectral, covariance: ArrayLike | None = None) -> Spectrum:
+    """Reads eigenvalues of W (..., d), or a factored W_QK with a feature covariance."""
+    if not isinstance(spectrum, Factored):
+        if covariance is not None:
+            raise LocaterError("covariance goes with a QK; eigenvalues are those of W_QK Σ already")
+        return SymmetricSpectrum(check.real_eigenvalues(spectrum))
+    w_q, w_k = check.finite("w_q", spectrum.w_q), check.finite("w_k", spectrum.w_k)
+    sigma = None if covariance is None else check.covariance("covariance", covariance, w_q.shape[-1])
+    q_sigma, k_sigma = (w_q, w_k) if sigma is None else (w_q @ sigma, w_k @ sigma)
+    return HeadSpectrum(
+        query=q_sigma @ np.swapaxes(w_q, -1, -2),
+        key=k_sigma @ np.swapaxes(w_k, -1, -2),
+        cross=q_sigma @ np.swapaxes(w_k, -1, -2),
+    )

@@ -1,0 +1,88 @@
+"""Where attention looks, in one word: the rule that scans, figures and pages share."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from locater.errors import LocaterError
+from locater.theory import _checks as check
+from locater.theory._checks import Array
+from locater.theory.process import TokenProcess
+from locater.theory.rho import normal_spectrum, rho, rho_curve
+
+__all__ = ["REGIMES", "regime", "regime_map", "regime_map_at", "spectrum_at"]
+
+REGIMES = ("late", "middle", "early", "flat", "vanishing")
+
+VANISHING_BELOW = 0.1  # no token takes part in even a tenth of the sequences
+ATTENDED_FROM = 0.5  # of the highest ρ
+
+
+@overload
+def regime(rho_values: list[float]) -> str: ...
+@overload
+def regime(rho_values: ArrayLike) -> str | NDArray[np.str_]: ...
+def regime(rho_values: ArrayLike) -> str | NDArray[np.str_]:
+    """One of late, middle, early, flat, vanishing, for ρ over token positions (..., T).
+
+    The rule, in this order:
+
+    1. vanishing: the highest ρ is below 0.1.
+    2. A stretch of tokens is attended if its ρ is at least half the highest. If every tenth of the sequence
+       (their means; single tokens below T = 10) is attended, ρ is flat.
+    3. Otherwise the ends decide: late if the last tenth is attended and the first is not, early the other
+       way round, middle if neither is. If both ends are attended around a gap, ρ is called flat.
+
+    A single vector gives a string, a batch an array of strings.
+    """
+    values = check.finite("rho_values", rho_values)
+    if values.ndim == 0 or values.shape[-1] < 2:
+        raise LocaterError(f"rho_values must be (..., tokens) with at least 2 tokens, got shape {values.shape}")
+    if (values < -1e-6).any() or (values > 1 + 1e-6).any():
+        raise LocaterError(f"rho_values must be probabilities, got {values.min():.6g} to {values.max():.6g}")
+    tokens = values.shape[-1]
+    edges = np.linspace(0, tokens, min(10, tokens) + 1).round().astype(int)
+    tenths = np.stack([values[..., a:b].mean(-1) for a, b in pairwise(edges)], -1)
+    attended = tenths >= ATTENDED_FROM * tenths.max(-1, keepdims=True)
+    first, last = attended[..., 0], attended[..., -1]
+    name = np.select(
+        [values.max(-1) < VANISHING_BELOW, attended.all(-1) | (first & last), last, first],
+        ["vanishing", "flat", "late", "early"],
+        "middle",
+    )
+    return str(name) if name.ndim == 0 else name
+
+
+def regime_map(xi: ArrayLike, eta: ArrayLike, form: str = "asymptotic") -> NDArray[np.str_]:
+    """The regime of `rho_curve` over the plane: (len(xi), len(eta)) names."""
+    xi_, eta_ = check.finite("xi", xi).reshape(-1), check.finite("eta", eta).reshape(-1)
+    theta = (np.arange(200) + 0.5) / 200
+    return np.asarray(regime(rho_curve(theta, xi_[:, None, None], eta_[None, :, None], form)))
+
+
+def regime_map_at(xi: ArrayLike, eta: ArrayLike, *, dim: int, process: TokenProcess) -> NDArray[np.str_]:
+    """The same at finite T and d, from the exact ρ of `spectrum_at`; "" where no real spectrum has that ξ."""
+    xi_, eta_ = check.finite("xi", xi).reshape(-1), check.finite("eta", eta).reshape(-1)
+    names = np.full((len(xi_), len(eta_)), "", dtype="<U9")
+    for i, x in enumerate(xi_):
+        if abs(x) <= np.sqrt(dim):
+            spectra = np.stack([spectrum_at(x, e, dim) for e in eta_])
+            names[i] = regime(rho(spectra, process, 1.0))
+    return names
+
+
+def spectrum_at(xi: float, eta: float, dim: int) -> Array:
+    """`dim` eigenvalues, shaped like a normal's quantiles, with tr W = ξη and tr W² = η² (λ = 1).
+
+    |ξ| ≤ √dim is the bound (5).
+    """
+    if not abs(xi) <= np.sqrt(dim):
+        raise LocaterError(f"xi must be within ±√dim = ±{np.sqrt(dim):.4g} by the bound (5), got {xi}")
+    shape = normal_spectrum(0.0, 1.0, dim)
+    spread = np.sqrt((shape**2).mean()) if dim > 1 else 1.0
+    std = eta * np.sqrt(max(0.0, 1 - xi**2 / dim) / dim)
+    return np.asarray(xi * eta / dim + std * shape / spread)
