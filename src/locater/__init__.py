@@ -1,10 +1,26 @@
 """See, predict and control where a transformer's attention looks."""
 
+from typing import TYPE_CHECKING, Any
+
 from locater import theory
 from locater.errors import LocaterError
-from locater.qk import QK
 from locater.theory import TokenProcess, rho
+
+if TYPE_CHECKING:
+    from locater.qk import QK
 
 __version__ = "0.1.0"
 
 __all__ = ["QK", "LocaterError", "TokenProcess", "__version__", "rho", "theory"]
+
+# Names that need torch are imported when they are first used: the theory and the command line start without it.
+_NEEDS_TORCH = {"QK": "locater.qk"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module 'locater' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(_NEEDS_TORCH[name]), name)
+    return value

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD, Box
@@ -29,6 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+_STOPPED = 128 + signal.SIGINT
 
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
@@ -96,7 +99,8 @@ def rho_command(
     spectrum = normal_spectrum(mean, std, dim)
     tokens_process = _process(process, tokens)
     lam = float(np.sqrt(dim)) if temperature is None else temperature
-    values = rho(spectrum, tokens_process, lam, method, samples=samples, seed=seed)
+    with _progress(f"ρ, {method}"):
+        values = rho(spectrum, tokens_process, lam, method, samples=samples, seed=seed)
     name = regime(values)
     if json_file is not None:
         exact = moments(spectrum, tokens_process, lam)
@@ -241,8 +245,7 @@ def main(arguments: list[str] | None = None) -> None:
     except LocaterError as error:
         _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        print("locater: stopped", file=sys.stderr)
-        sys.exit(130)
+        code = _STOPPED
     except BrokenPipeError:
         # the reader of our output went away, as `| head` does
         sys.stderr.close()
@@ -252,9 +255,11 @@ def main(arguments: list[str] | None = None) -> None:
         if explain is None:
             raise
         _fail(f"{explain()} (locater --help lists the commands, locater COMMAND --help their options)")
+    if code == _STOPPED:  # by Ctrl-C, which some versions of typer turn into this status themselves
+        print("locater: stopped", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(message: str) -> None:
+def _fail(message: str) -> NoReturn:
     print("locater: " + " ".join(message.split()), file=sys.stderr)
     sys.exit(2)

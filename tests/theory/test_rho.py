@@ -83,9 +83,7 @@ def test_multiplying_out_whole_sequences_agrees_too():
     omega = np.einsum("nid,de,ne->ni", x, qk.dense().numpy().T, x[:, -1]) / 1.5
     gamma = np.eye(12) / 12 - 1 / 144
     z = omega @ gamma + 1 / 12
-    within_standard_errors(
-        rho(qk, process, 1.5, covariance=sigma), ((z >= 0) & (z <= 1)).mean(0), len(x), how_many=4.5
-    )
+    within_standard_errors(rho(qk, process, 1.5, covariance=sigma), ((z >= 0) & (z <= 1)).mean(0), len(x), how_many=4.5)
 
 
 def test_the_two_samplers_agree():

@@ -34,6 +34,10 @@ class Chain:
     names: tuple[str, ...]
     values: tuple[float, ...]
 
+    def scaled(self, unit: float) -> Chain:
+        """Every member times `unit`: the chains are homogeneous in W, so tiny and huge ones cannot underflow."""
+        return Chain(self.names, tuple(unit * float(value) for value in self.values))
+
     def holds(self, rounding: float = 1e-9) -> bool:
         """In ascending order, up to `rounding` relative to the largest member."""
         slack = rounding * max(abs(value) for value in self.values)
@@ -45,8 +49,8 @@ class Chain:
 
 def trace_bound(eigenvalues: ArrayLike) -> Chain:
     """(5): |tr W| ≤ √(d tr W²), for real spectra."""
-    w = check.real_eigenvalues(eigenvalues)
-    return Chain(("|tr W|", "√(d tr W²)"), (abs(float(w.sum())), float(np.sqrt(len(w) * (w**2).sum()))))
+    w, unit = _in_units(check.real_eigenvalues(eigenvalues))
+    return Chain(("|tr W|", "√(d tr W²)"), (float(abs(w.sum())), np.sqrt(len(w) * (w**2).sum()))).scaled(unit)
 
 
 def rank_bound(w_qk: ArrayLike, covariance: ArrayLike, form: str = "frobenius") -> Chain:
@@ -59,7 +63,7 @@ def rank_bound(w_qk: ArrayLike, covariance: ArrayLike, form: str = "frobenius") 
                    the first nor the last step holds in general
     """
     check.one_of("form", form, ("frobenius", "spectral", "printed"))
-    w = check.square("w_qk", w_qk)
+    w, unit = _in_units(check.square("w_qk", w_qk))
     d = len(w)
     sigma = check.covariance("covariance", covariance, d)
     largest = float(np.linalg.norm(sigma, 2))
@@ -68,16 +72,15 @@ def rank_bound(w_qk: ArrayLike, covariance: ArrayLike, form: str = "frobenius") 
     trace = abs(float(np.trace(w @ sigma)))
     spectral, frobenius = float(np.linalg.norm(w, 2)), float(np.linalg.norm(w))
     if form == "frobenius":
-        return Chain(
-            ("|tr W|/(√d‖Σ‖₂)", "‖W_QK‖_F", "Σ|W_QK|"),
-            (trace / (np.sqrt(d) * largest), frobenius, float(np.abs(w).sum())),
-        )
-    if form == "spectral":
-        return Chain(("|tr W|/(d‖Σ‖₂)", "‖W_QK‖₂", "‖W_QK‖_F"), (trace / (d * largest), spectral, frobenius))
-    return Chain(
-        ("|tr W|/(√d‖Σ‖₂)", "‖W_QK‖₂", "‖W_QK‖_F", "‖W_QK‖₁"),
-        (trace / (np.sqrt(d) * largest), spectral, frobenius, float(np.linalg.norm(w, 1))),
-    )
+        names: tuple[str, ...] = ("|tr W|/(√d‖Σ‖₂)", "‖W_QK‖_F", "Σ|W_QK|")
+        values: tuple[float, ...] = (trace / (np.sqrt(d) * largest), frobenius, np.abs(w).sum())
+    elif form == "spectral":
+        names = ("|tr W|/(d‖Σ‖₂)", "‖W_QK‖₂", "‖W_QK‖_F")
+        values = (trace / (d * largest), spectral, frobenius)
+    else:
+        names = ("|tr W|/(√d‖Σ‖₂)", "‖W_QK‖₂", "‖W_QK‖_F", "‖W_QK‖₁")
+        values = (trace / (np.sqrt(d) * largest), spectral, frobenius, float(np.linalg.norm(w, 1)))
+    return Chain(names, values).scaled(unit)
 
 
 def scale_bound(w_qk: ArrayLike, covariance: ArrayLike, form: str = "trace") -> Chain:
@@ -90,7 +93,7 @@ def scale_bound(w_qk: ArrayLike, covariance: ArrayLike, form: str = "trace") -> 
                   semidefinite, the second a symmetric one
     """
     check.one_of("form", form, ("trace", "spectral", "printed"))
-    w = check.square("w_qk", w_qk)
+    w, unit = _in_units(check.square("w_qk", w_qk))
     sigma = check.covariance("covariance", covariance, len(w))
     if np.linalg.matrix_rank(sigma) < len(w):
         raise LocaterError("covariance must be invertible for the bound (10)")
@@ -98,12 +101,22 @@ def scale_bound(w_qk: ArrayLike, covariance: ArrayLike, form: str = "trace") -> 
     scale = float(np.trace(w @ sigma @ w.T @ sigma))
     trace, spectral = abs(float(np.trace(w))), float(np.linalg.norm(w, 2))
     if form == "trace":
-        return Chain(("|tr W_QK|", "‖Σ⁻¹‖_F √scale"), (trace, float(np.linalg.norm(inverse) * np.sqrt(scale))))
-    if form == "spectral":
-        return Chain(("‖W_QK‖₂", "‖Σ⁻¹‖₂ √scale"), (spectral, float(np.linalg.norm(inverse, 2) * np.sqrt(scale))))
-    square = float(np.trace(w @ sigma @ w @ sigma))
-    root = np.sqrt(square) if square >= 0 else np.nan
-    return Chain(("‖W_QK‖₂", "|tr W_QK|", "‖Σ⁻¹‖_F √tr W²"), (spectral, trace, float(np.linalg.norm(inverse) * root)))
+        chain = Chain(("|tr W_QK|", "‖Σ⁻¹‖_F √scale"), (trace, np.linalg.norm(inverse) * np.sqrt(scale)))
+    elif form == "spectral":
+        chain = Chain(("‖W_QK‖₂", "‖Σ⁻¹‖₂ √scale"), (spectral, np.linalg.norm(inverse, 2) * np.sqrt(scale)))
+    else:
+        square = float(np.trace(w @ sigma @ w @ sigma))
+        root = np.sqrt(square) if square >= 0 else np.nan
+        chain = Chain(
+            ("‖W_QK‖₂", "|tr W_QK|", "‖Σ⁻¹‖_F √tr W²"), (spectral, trace, float(np.linalg.norm(inverse) * root))
+        )
+    return chain.scaled(unit)
+
+
+def _in_units(w: Array) -> tuple[Array, float]:
+    """w over its largest entry, and that entry."""
+    unit = float(np.abs(w).max()) or 1.0
+    return w / unit, unit
 
 
 def eigenvalue_variance(trace: ArrayLike, trace_square: ArrayLike, dim: int) -> Array:

@@ -51,7 +51,7 @@ TOLERANCE = 1e-9
 MAX_NODES = 8192
 _FIRST_NODES = 8
 _ANGLE = 3 * np.pi / 8  # ψ; a Gaussian factor exp(2 b² s²) decays only beyond 45°
-_CUTOFF = np.log(1e-16)  # where the integrand is dropped
+_CUTOFF = np.log(1e-14)  # where the integrand is dropped
 _TAU_MAX = 90.0  # the slowest tail, e^(−τ/2) of a single variable, is at 3e-20 there
 _FAR = 200.0  # standard deviations; by Chernoff's bound at s = 1/(4 max a) less than e^(−70) lies beyond
 _NEGLIGIBLE = 1e-14  # of the largest weight: a smaller one is a rounding error of an exact zero

@@ -112,7 +112,7 @@ def simulate(
 
     `covariance` is "isotropic" (Σ = I), "anisotropic" (the paper's RᵀR/d, R uniform on ±2.5) or a
     matrix. `temperature` defaults to √dim. Entropy is that of full (not causal) softmax attention,
-    Eq. (1), averaged over queries: each walk is asked at one query position, all positions in turn.
+    Eq. (1), averaged over queries: each walk is asked at one position, all positions by equally many.
 
     All cells of the grid share one set of bases, walks and standard normal eigenvalue draws, so that cells
     differ by their mean and std alone; within a cell everything is as independent as in the paper's
@@ -157,7 +157,8 @@ def _feature_root(covariance: str | ArrayLike, dim: int, rng: np.random.Generato
 class _Draws:
     """The randomness of a simulation, and the statistics of one (mean, std) cell.
 
-    E matrices, N walks, T tokens, D dimensions. Query t is asked by walks n ≡ t (mod T); ρ asks the last.
+    E matrices, N walks, T tokens, D dimensions. For ρ every walk asks at the last token; for the entropy walk
+    n asks at token ⌊nT/N⌋, and `share` gives every token the same weight.
     """
 
     spread: Any  # (E, D) standard normal eigenvalues
@@ -169,6 +170,7 @@ class _Draws:
     variance_rotating: Any  # (N,): K_tt
     mean_rotating: Any  # (N, T): K_jt/K_tt
     noise_rotating: Any  # (E, N, T)
+    share: Any  # (N,)
 
     @classmethod
     def sample(
@@ -186,14 +188,16 @@ class _Draws:
             g = g @ basis
         noise = rng.standard_normal((matrices, walks, tokens))
         given = [check.square_root(k - np.outer(k[t], k[t]) / k[t, t]) for t in range(tokens)]  # given x_t
-        turn = np.arange(walks) % tokens
+        turn = np.arange(walks) * tokens // walks
+        share = 1 / np.bincount(turn, minlength=tokens)[turn]
         rotating = np.empty_like(noise)
-        for t in range(min(tokens, walks)):
+        for t in np.unique(turn):
             rotating[:, turn == t] = noise[:, turn == t] @ given[t].T
         last = noise @ given[-1].T
         return cls(
             spread, g, basis, float(k[-1, -1]), process.query_covariance / k[-1, -1],
             last - last.mean(-1, keepdims=True), np.diag(k)[turn], k[turn] / np.diag(k)[turn, None], rotating,
+            share / share.sum(),
         )  # fmt: skip
 
     def on(self, device: str) -> _Draws:
@@ -223,7 +227,7 @@ class _Draws:
         tokens = y.shape[-1]
         rho = 1.0 * ((y >= -temperature) & (y <= temperature * (tokens - 1)))
         omega = self._logits(a, b, self.variance_rotating, self.mean_rotating, self.noise_rotating) / temperature
-        return rho.mean(1), _entropy(omega).mean(-1)
+        return rho.mean(1), (_entropy(omega) * self.share).sum(-1)
 
     @staticmethod
     def _logits(a: Any, b: Any, variance: Any, mean: Any, noise: Any) -> Any:

@@ -1,0 +1,190 @@
+"""The command line as a user meets it: real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from locater import TokenProcess, __version__, rho
+from locater.theory import STUDIES, normal_spectrum
+
+LOCATER = [sys.executable, "-c", "from locater.cli import main; main()"]
+
+
+def run(*arguments, cwd=None):
+    return subprocess.run([*LOCATER, *arguments], capture_output=True, text=True, cwd=cwd, timeout=240, check=False)
+
+
+def test_rho_prints_what_the_library_computes():
+    done = run("rho", "--mean", "0.1", "--std", "0.3", "--dim", "16", "--tokens", "12", "--json", "-")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    answer = json.loads(done.stdout)
+    expected = rho(normal_spectrum(0.1, 0.3, 16), TokenProcess.random_walk(12), 4.0)
+    np.testing.assert_allclose(answer["rho"], expected, rtol=1e-12)
+    assert answer["regime"] in ("late", "middle", "early", "flat", "vanishing")
+    for person in (run("rho", "--mean", "0.1", "--std", "0.3", "--dim", "16", "--tokens", "12"),):
+        assert f"{expected[0]:.6f}" in person.stdout
+
+
+@pytest.mark.parametrize("method", ["exact", "gaussian", "asymptotic", "printed", "montecarlo"])
+def test_every_method_has_its_word(method):
+    arguments = ("--mean", "0.2", "--dim", "8", "--tokens", "6", "--samples", "2000", "--json", "-")
+    answer = json.loads(run("rho", *arguments, "--method", method).stdout)
+    assert answer["method"] == method
+    assert len(answer["rho"]) == 6
+
+
+@pytest.mark.parametrize("process", ["walk", "independent", "ar:0.5"])
+def test_every_process_has_its_word(process):
+    assert run("rho", "--mean", "0.2", "--dim", "8", "--tokens", "6", "--process", process).returncode == 0
+
+
+def test_json_goes_to_a_file_while_people_read_the_screen(tmp_path):
+    target = tmp_path / "rho.json"
+    done = run("rho", "--mean", "0.2", "--tokens", "5", "--dim", "4", "--json", str(target))
+    assert json.loads(target.read_text())["tokens"] == 5
+    assert "tr W/λ" in done.stdout
+
+
+def test_demo_predicts_simulates_and_draws(tmp_path):
+    start = time.monotonic()
+    done = run("demo", "--out", "here", "--json", "demo.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - start < 60
+    assert (tmp_path / "here" / "figure-5.png").exists()
+    spectra = json.loads((tmp_path / "demo.json").read_text())["spectra"]
+    assert max(result["largest_gap"]["exact"] for result in spectra) < spectra[0]["four_standard_errors"] * 1.1
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "here/figure-5.png" in done.stdout.replace("\n", "")
+
+
+@pytest.mark.parametrize("name", [name for name in STUDIES if name not in ("orders", "diagonal", "depth")])
+def test_studies_print_tables_and_json(name):
+    answer = json.loads(run("study", name, "--json", "-").stdout)
+    assert answer["study"] == name
+    assert len(answer["rows"]) >= 5
+
+
+def test_study_without_a_name_lists_them():
+    done = run("study")
+    assert all(name in done.stdout for name in STUDIES)
+
+
+def test_version_and_help():
+    assert run("--version").stdout.strip() == f"locater {__version__}"
+    assert run().returncode == 0
+    assert "Commands" in run().stdout
+
+
+MISTAKES = [
+    (("rho",), "Missing option '--mean'"),
+    (("rho", "--mean", "x"), "--mean"),
+    (("rho", "--mean", "nan"), "mean must be finite"),
+    (("rho", "--mean", "0.1", "--std", "-1"), "std must not be negative"),
+    (("rho", "--mean", "0.1", "--dim", "0"), "dim must be"),
+    (("rho", "--mean", "0.1", "--tokens", "1"), "tokens must be a whole number of at least 2, got 1"),
+    (("rho", "--mean", "0.1", "--temperature", "0"), "temperature must be one positive number"),
+    (("rho", "--mean", "0.1", "--method", "magic"), "exact, gaussian, asymptotic, printed, montecarlo"),
+    (("rho", "--mean", "0.1", "--process", "ar:fast"), "ar:DECAY"),
+    (("rho", "--mean", "0.1", "--process", "ar:2"), "between -1 and 1"),
+    (("rho", "--mean", "0.1", "--json", "no/such/folder/x.json"), "cannot write no/such/folder/x.json"),
+    (("figure", "6"), "figure must be one of"),
+    (("figure", "one"), "NUMBER"),
+    (("figure", "1", "--out", "/dev/null"), "cannot write into the folder /dev/null"),
+    (("study", "nothing"), "study must be one of"),
+    (("demo", "--out", "/dev/null/deeper"), "cannot write into the folder"),
+    (("demo", "--seed", "-1"), "seed"),
+    (("rhoo",), "No such command 'rhoo'"),
+    (("rho", "--mena", "1"), "No such option"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), MISTAKES)
+def test_a_mistake_is_one_line_and_status_2(arguments, says, tmp_path):
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("locater: ")
+    assert done.stderr.count("\n") == 1
+    assert says.lower() in done.stderr.lower()
+    assert list(tmp_path.iterdir()) == []  # nothing half-written
+
+
+def test_ctrl_c_stops_cleanly_and_leaves_nothing_half_written(tmp_path):
+    process = subprocess.Popen(
+        [*LOCATER, "rho", "--mean", "0.1", "--method", "montecarlo", "--samples", "100000000", "--json", "x.json"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(6)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert (out, err) == ("", "locater: stopped\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_pipe_is_no_error():
+    command = " ".join(["exec", f"'{LOCATER[0]}'", "-c", f"'{LOCATER[2]}'", "study", "limits", "|", "head", "-1"])
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_progress_bar_is_shown_on_a_terminal_and_only_there(tmp_path):
+    silent = run("figure", "2", cwd=tmp_path)
+    assert silent.stderr == ""
+    keyboard, screen = pty.openpty()
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "80"}
+    process = subprocess.Popen(
+        [*LOCATER, "figure", "2"], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=screen, env=environment
+    )
+    os.close(screen)
+    seen = b""
+    try:
+        while chunk := os.read(keyboard, 4096):
+            seen += chunk
+    except OSError:
+        pass  # the terminal closed with the process
+    assert process.wait(timeout=60) == 0
+    assert b"figure 2" in seen
+    assert re.search("━|╸".encode(), seen)
+
+
+def test_importing_the_package_loads_nothing_it_does_not_need():
+    """torch comes with the first name that needs it; plotting, tables and the command line when they are used."""
+    optional = ("torch", "pandas", "matplotlib", "typer", "transformers")
+    code = f"import sys, locater; print(*(name for name in {optional} if name in sys.modules)); locater.QK"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_the_theory_needs_numpy_and_scipy_only():
+    """No file of the room imports torch, except to move a simulation to its device."""
+    import locater.theory
+
+    for path in Path(locater.theory.__file__).parent.glob("*.py"):
+        imports = re.findall(r"^(?:from|import) (\w+)", path.read_text(), flags=re.MULTILINE)
+        assert set(imports) <= {"__future__", "collections", "dataclasses", "functools", "itertools", "typing"} | {
+            "locater", "numpy", "scipy",
+        }, path.name  # fmt: skip
+
+
+def test_a_missing_extra_is_named_with_the_command_that_installs_it():
+    from locater.errors import LocaterError, require
+
+    with pytest.raises(LocaterError, match=r"pip install 'locater\[hf\]'"):
+        require("a_module_that_is_not_there", "hf")
+    assert require("json", "hf") is json

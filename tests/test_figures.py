@@ -1,0 +1,77 @@
+"""Figures 1 to 5: three files each, all or none, and data that says what the figure claims."""
+
+from __future__ import annotations
+
+import json
+import struct
+import xml.etree.ElementTree
+
+import numpy as np
+import pytest
+
+from locater import LocaterError
+from locater.figures import FIGURES, draw
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("figures")
+    return {number: draw(number, folder) for number in FIGURES}
+
+
+@pytest.mark.parametrize("number", FIGURES)
+def test_a_figure_is_a_picture_a_drawing_and_its_data(drawn, number):
+    png, svg, data = drawn[number]
+    content = png.read_bytes()
+    assert content.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", content[16:24])
+    assert width >= 900
+    assert height >= 500
+    assert xml.etree.ElementTree.parse(svg).getroot().tag.endswith("svg")
+    assert json.loads(data.read_text())["figure"] == number
+    assert {path.name for path in png.parent.iterdir()} >= {
+        f"figure-{number}.{kind}" for kind in ("png", "svg", "json")
+    }
+    assert not [path for path in png.parent.iterdir() if path.name.startswith(".")]
+
+
+def load(drawn, number):
+    return json.loads(drawn[number][2].read_text())
+
+
+def test_figure_2_shows_printed_corrected_and_exact(drawn):
+    data = load(drawn, 2)
+    exact = next(name for name in data if name.startswith("exact"))
+    for name in ("printed", "corrected", exact):
+        values = np.array([data[name][xi] for xi in ("-10", "0", "10")])
+        assert values.shape == (3, len(data["theta"]), len(data["eta"]))
+        assert ((values >= 0) & (values <= 1)).all()
+    # mirror images, and only for the right variance
+    np.testing.assert_allclose(np.array(data["corrected"]["5"])[30], np.array(data["corrected"]["-5"])[32], atol=1e-9)
+
+
+def test_figure_4_shows_the_printed_bound_above_ln_t(drawn):
+    data = load(drawn, 4)
+    assert max(data["printed"]) > data["ln_T"] > max(data["zhai"]) - 1e-9
+
+
+def test_figure_5_draws_the_exact_law_through_the_simulated_points(drawn):
+    data = load(drawn, 5)
+    for kind in ("isotropic", "anisotropic"):
+        for panel in ("std=0.05", "mean=0.3"):
+            for line in data[kind][panel].values():
+                gap = np.abs(np.array(line["simulated"]) - np.array(line["exact"]))
+                assert gap.max() < 5 * np.sqrt(0.25 / 3000)
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_any_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LocaterError, match=r"cannot write into the folder .*file"):
+        draw(5, tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_unknown_figure_is_refused(tmp_path):
+    with pytest.raises(LocaterError, match="figure must be one of 1, 2, 3, 4, 5, got 6"):
+        draw(6, tmp_path / "new")
+    assert not (tmp_path / "new").exists()

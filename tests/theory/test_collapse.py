@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from scipy.stats import entropy as reference_entropy
+
+from locater import LocaterError, TokenProcess
+from locater.theory import attention_entropy, normal_spectrum, rank_over_depth, rank_residual, softmax
+
+matrices = arrays(np.float64, (3, 4, 5), elements=st.floats(-50, 50))
+
+
+@given(matrices)
+def test_attention_entropy_matches_scipy_and_lies_between_0_and_ln_t(omega):
+    got = attention_entropy(softmax(omega))
+    np.testing.assert_allclose(got, reference_entropy(softmax(omega), axis=-1), atol=1e-12)
+    assert ((got >= -1e-12) & (got <= np.log(5) + 1e-12)).all()
+
+
+def test_attention_entropy_of_one_hot_is_zero_and_of_uniform_ln_t():
+    np.testing.assert_allclose(attention_entropy(np.eye(4)), 0)
+    np.testing.assert_allclose(attention_entropy(np.full((2, 8), 1 / 8)), np.log(8))
+
+
+@given(matrices)
+def test_rank_residual_is_zero_only_for_identical_tokens_and_ignores_scale(x):
+    assert (rank_residual(x) <= 1 + 1e-12).all()
+    np.testing.assert_allclose(rank_residual(np.broadcast_to(x[:, :1] + 1, x.shape)), 0, atol=1e-12)
+    np.testing.assert_allclose(rank_residual(3 * x), rank_residual(x), atol=1e-12)
+
+
+@given(matrices)
+def test_the_mean_token_is_the_best_rank_one_constant(x):
+    """No other 1zᵀ is nearer, so the residual is the distance to the set, as Dong et al. define it."""
+    rng = np.random.default_rng(0)
+    best = np.linalg.norm(x - x.mean(1, keepdims=True), axis=(1, 2))
+    for _ in range(5):
+        other = x.mean(1, keepdims=True) + rng.standard_normal((3, 1, 5))
+        assert (np.linalg.norm(x - other, axis=(1, 2)) >= best - 1e-9).all()
+
+
+def test_without_skips_the_rank_is_lost_and_with_them_slowly():
+    walk = TokenProcess.random_walk(20)
+    w = normal_spectrum(0.1, 0.1, 32)
+    plain, skip = rank_over_depth(w, walk, layers=8), rank_over_depth(w, walk, layers=8, skip=True)
+    assert plain.residual[0] == pytest.approx(skip.residual[0])
+    assert plain.residual[3] < 1e-4 * plain.residual[0]
+    assert skip.residual[3] > 0.05 * skip.residual[0]
+    assert plain.entropy.shape == (8,)
+    assert plain.residual.shape == (9,)
+
+
+def test_at_fixed_scale_a_larger_mean_slows_the_loss_of_rank_and_lowers_the_entropy():
+    """Half of A2 stands (though not by its argument); the other half does not come with it."""
+    walk = TokenProcess.random_walk(40)
+    profiles = [
+        rank_over_depth(normal_spectrum(share * 0.3, np.sqrt(1 - share**2) * 0.3, 128), walk, layers=2)
+        for share in (0.0, 0.5, 1.0)
+    ]
+    residuals = [profile.residual[2] for profile in profiles]
+    entropies = [profile.entropy[0] for profile in profiles]
+    assert residuals == sorted(residuals)
+    assert entropies == sorted(entropies, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: attention_entropy([[0.5, 0.6]]), "sum to one"),
+        (lambda: attention_entropy([[1.5, -0.5]]), "non-negative"),
+        (lambda: rank_residual([1.0, 2.0]), r"\(..., T, d\)"),
+        (lambda: rank_over_depth([0.1], TokenProcess.random_walk(4), layers=0), "layers must be"),
+    ],
+)
+def test_bad_arguments_are_refused(call, says):
+    with pytest.raises(LocaterError, match=says):
+        call()
