@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -41,7 +42,9 @@ SeedOption = Annotated[int, typer.Option(min=0, help="Seed of everything random.
 
 
 def _out() -> Console:
-    return Console()
+    """Standard output; a file or a pipe has no edge at which to fold tables."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=200)
 
 
 @contextmanager
@@ -71,7 +74,8 @@ def _table(rows: list[dict[str, Any]], title: str, box: Box = HEAVY_HEAD) -> Tab
     table = Table(title=title or None, title_justify="left", box=box)
     names = list(dict.fromkeys(key for row in rows for key in row))
     for name in names:
-        table.add_column(name, justify="left" if any(isinstance(row.get(name), str) for row in rows) else "right")
+        words = any(isinstance(row.get(name), str) for row in rows)
+        table.add_column(name, justify="left" if words else "right", overflow="fold")
     for row in rows:
         cells = (row.get(name, "") for name in names)
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
@@ -206,14 +210,11 @@ def demo_command(out: OutOption = Path("locater-demo"), seed: SeedOption = 0, js
         | {name: f"{result['largest_gap'][key]:.3f}" for name, key in gaps.items()}
         for result in results
     ]
-    console.print("Where attention looks: ρ from token 1 to the query, token 40, predicted from the mean")
-    console.print("and std of the eigenvalues of W_QK (d = 128), and counted in 4,000 random walks.")
+    console.print("Where attention looks: ρ from token 1 to the query, token 40, predicted from the")
+    console.print("mean and std of the eigenvalues of W_QK (d = 128), and counted in 4,000 walks.")
     console.print(_table(rows, "", box=SIMPLE_HEAD))
-    console.print(
-        "Right-hand columns: the largest distance of each formula from the simulated ρ; sampling explains up to "
-        f"{results[0]['four_standard_errors']:.3f} (4 standard errors).",
-        highlight=False,
-    )
+    console.print("exact, large T, printed: largest distance of each formula from the simulated ρ;")
+    console.print(f"sampling explains up to {results[0]['four_standard_errors']:.3f} (4 standard errors).")
     console.print(f"Picture: {written[0]}", highlight=False)
 
 

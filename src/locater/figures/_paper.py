@@ -110,7 +110,7 @@ def figure_3(progress: Progress) -> Drawing:
     """ρ(θ) below and above the localisation threshold ξη = 2, η = 0.01."""
     theta = np.linspace(0, 1, 1001)
     eta = 0.01
-    figure = Figure(figsize=(7.2, 2.8), layout="constrained")
+    figure = Figure(figsize=(7.2, 3.0), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     data: dict[str, Any] = {"theta": theta.tolist(), "eta": eta}
     for ax, xi in zip(axes, (128.0, 512.0), strict=True):
@@ -125,7 +125,7 @@ def figure_3(progress: Progress) -> Drawing:
         step.tick_params(labelsize=7)
         data[f"xi={xi:g}"] = {"printed": printed.tolist(), "corrected": right.tolist()}
     axes[0].set_ylabel(r"$\rho(\theta)$")
-    axes[0].legend(loc="lower right")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     progress(1.0)
     return Drawing(figure, data)
 

@@ -17,7 +17,7 @@ from locater.theory.bounds import entropy_lower_bound, entropy_nu
 from locater.theory.collapse import attention_entropy, rank_over_depth
 from locater.theory.gradient import OneLayer
 from locater.theory.process import TokenProcess
-from locater.theory.regime import regime
+from locater.theory.regime import regime, regime_map, regime_map_at
 from locater.theory.rho import focus_limit, normal_spectrum, rho, rho_curve, rho_curve_slope
 from locater.theory.softmax import piecewise_softmax, softmax, sparsemax
 
@@ -139,6 +139,21 @@ def limits(seed: int = 0) -> list[Row]:
                 }
             )
     return rows
+
+
+def regimes(seed: int = 0) -> list[Row]:
+    """Section 4: where in the (ξ, η) plane attention looks, at large T and exactly at T = 40, d = 128."""
+    del seed  # exact
+    xis, etas = (-10.0, -5.0, -2.0, -1.0, 0.0, 1.0, 2.0, 5.0, 10.0), (0.001, 0.01, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
+    maps = {
+        "large T": regime_map(xis, etas),
+        "exact": regime_map_at(xis, etas, dim=128, process=TokenProcess.random_walk(40)),
+    }
+    return [
+        {"law": law, "ξ": xi} | {f"η={eta:g}": str(name) for eta, name in zip(etas, names[i], strict=True)}
+        for law, names in maps.items()
+        for i, xi in enumerate(xis)
+    ]
 
 
 def uniformity(seed: int = 0) -> list[Row]:
@@ -282,6 +297,7 @@ STUDIES: dict[str, Study] = {
         "Symmetrised ρ (Section 4)", "May an asymmetric W_QK be replaced by its symmetric part?", symmetrised
     ),
     "limits": Study("Limits of ρ(θ) (Lemma 2)", "Which limits hold, and where do boundary points go?", limits),
+    "regimes": Study("Regimes (Section 4)", "Where does attention look, for each ξ and η?", regimes),
     "uniformity": Study("Uniformity (Lemma 2, limit 3)", "Does ξ → 0 alone make ρ flat?", uniformity),
     "orders": Study("Growth of the gradient (Appendix B.2)", "Does (19) dominate (20) and (21)?", gradient_orders),
     "diagonal": Study("Diagonal reduction (Section 3, Eq. 4)", "Do the terms γ̃_i^i suffice?", diagonal),
