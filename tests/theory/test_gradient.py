@@ -59,6 +59,18 @@ def test_the_batch_has_active_and_clipped_tokens_on_both_sides():
     assert (pieces.linear < 0).any()
 
 
+def test_tokens_above_one_are_not_hindered_they_carry_most_of_the_weight():
+    """Section 3 says that a token with z outside [0, 1] does not contribute; above one it has weight one."""
+    from locater.theory import piecewise_softmax
+
+    d, tokens = 16, 800
+    x = TokenProcess.random_walk(tokens).sample(200, d, seed=0)
+    pieces = piecewise_softmax(np.einsum("btd,bd->bt", x, 2 * x[:, -1]) / np.sqrt(d))
+    above = pieces.linear > 1
+    assert (pieces.value[above] == 1).all()
+    assert pieces.value[above].sum() > 0.7 * pieces.value.sum()
+
+
 @pytest.mark.parametrize("gain", [0.1, 2.0])
 def test_the_expansion_19_to_21_sums_to_equation_3_term_by_term(gain):
     net = network(3, gain)
