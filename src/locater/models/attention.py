@@ -1,0 +1,221 @@
+"""One attention module, taken apart: W_Q, W_K and everything else its logits depend on.
+
+Legend: B batch, T tokens, G key heads (groups), R query heads per group, K head width, D model width.
+Query heads are numbered g·R + r, as every library does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from locater.errors import LocaterError
+from locater.qk import QK
+
+__all__ = ["Alibi", "Attention", "Norm", "Projection", "RelativeBias", "Rope"]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A projection's weight inside the tensor that stores it.
+
+    `view` maps the stored tensor, or its gradient, to (G, R or 1, K, D) without copying: what is written
+    there is written into the model.
+    """
+
+    tensor: Tensor
+    view: Callable[[Tensor], Tensor]
+    bias: Tensor | None = None  # (G, R or 1, K)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.view(self.tensor)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding: coordinate pairs turn by position · frequency."""
+
+    frequencies: Tensor  # (pairs,), float64
+    interleaved: bool = False  # pairs (0, 1), (2, 3), … rather than (0, half), (1, half + 1), …
+    gain: float = 1.0  # on both q and k
+
+    def rotate(self, x: Tensor, position: Tensor) -> Tensor:
+        """x (..., T, K) turned to `position` (T,); coordinates beyond the rotary ones pass."""
+        angle = position.to(torch.float64)[:, None] * self.frequencies.to(x.device)  # (T, pairs)
+        cos, sin = (self.gain * part.to(x.dtype) for part in (angle.cos(), angle.sin()))
+        pairs = len(self.frequencies)
+        rotary, passed = x[..., : 2 * pairs], x[..., 2 * pairs :]
+        if self.interleaved:
+            a, b = rotary[..., 0::2], rotary[..., 1::2]
+            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+        else:
+            a, b = rotary[..., :pairs], rotary[..., pairs:]
+            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        return torch.cat([turned, passed], -1)
+
+    def turn_rows(self, weight: Tensor, offset: float) -> Tensor:
+        """R(offset) applied to the rows of a weight (..., K, D): the key as seen `offset` positions later."""
+        position = torch.tensor([offset], dtype=torch.float64, device=weight.device)
+        return self.rotate(weight.mT[..., None, :], position)[..., 0, :].mT
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm or LayerNorm with its gain, over the last dimension."""
+
+    gain: Tensor | None
+    eps: float
+    centred: bool = False  # LayerNorm subtracts the mean
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.centred:
+            x = x - x.mean(-1, keepdim=True)
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        if self.gain is not None:
+            x = x * self.gain
+        return x if self.bias is None else x + self.bias
+
+    def fold(self, weight: Tensor) -> Tensor:
+        """The linear part of the norm (gain, centring) folded into a weight (..., D) that follows it."""
+        if self.gain is not None:
+            weight = weight * self.gain.to(weight.dtype)
+        return weight - weight.mean(-1, keepdim=True) if self.centred else weight
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """slope · key position, added to the logits."""
+
+    slopes: Tensor  # (heads,)
+    rounded: bool = False  # Falcon multiplies in bfloat16
+
+    def __call__(self, query: Tensor, key: Tensor) -> Tensor:
+        del query  # a shift by the query's position does not change a softmax
+        slopes = self.slopes.bfloat16() if self.rounded else self.slopes
+        return (slopes[:, None] * key[None].to(slopes.device))[:, None, :].to(torch.float32)
+
+
+@dataclass(frozen=True)
+class RelativeBias:
+    """T5's learned bias per bucket of relative position."""
+
+    table: Tensor  # (buckets, heads)
+    bidirectional: bool
+    max_distance: int
+
+    def __call__(self, query: Tensor, key: Tensor) -> Tensor:
+        relative = key[None, :] - query[:, None]
+        buckets, start = len(self.table), torch.zeros_like(relative)
+        if self.bidirectional:
+            buckets //= 2
+            start = (relative > 0).long() * buckets
+            distance = relative.abs()
+        else:
+            distance = (-relative).clamp(min=0)
+        exact = buckets // 2
+        large = exact + (
+            torch.log(distance.float().clamp(min=1) / exact)
+            / math.log(self.max_distance / exact)
+            * (buckets - exact)
+        ).long().clamp(max=buckets - exact - 1)  # fmt: skip
+        bucket = start + torch.where(distance < exact, distance, large)
+        return self.table[bucket].permute(2, 0, 1)  # (heads, T_q, T_k)
+
+
+PositionBias = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention module of a model."""
+
+    module: str  # its dotted name
+    layer: int
+    kind: str  # self, cross; encoder and decoder where a model has both
+    query: Projection | None  # None where W_QK is trained itself, as `key`
+    key: Projection
+    scale: float  # of the logits, commonly 1/√K
+    rope: Rope | None = None
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    softcap: float | None = None
+    position_bias: PositionBias | None = None
+    bias_scale: float = 1.0  # of position_bias
+    input_norm: Norm | None = field(default=None, repr=False)
+
+    @property
+    def heads(self) -> int:
+        return math.prod(self.qk().shape)
+
+    def qk(self) -> QK:
+        """W_QK of every head, leading shape (G, R): at relative offset 0, norms not folded."""
+        if self.query is None:
+            return QK.from_joint(self.key.weight)
+        return QK(self.query.weight, self.key.weight)
+
+    def qk_at(self, offset: float = 0.0, *, fold_norm: bool = False) -> QK:
+        """W_QK as it acts on a query and a key `offset` positions after it (negative for causal attention).
+
+        With `fold_norm`, the gain (and centring) of the norm before attention is folded in.
+        """
+        qk = self.qk()
+        w_q, w_k = qk.w_q, qk.w_k
+        if fold_norm:
+            if self.input_norm is None:
+                raise LocaterError(f"{self.module} has no norm before it to fold in")
+            w_q, w_k = self.input_norm.fold(w_q), self.input_norm.fold(w_k)
+        if self.rope is not None and offset != 0:
+            w_k = self.rope.turn_rows(w_k, offset)
+        return QK(w_q, w_k)
+
+    def qk_mean(self, offsets: int, *, fold_norm: bool = False) -> QK:
+        """W_QK averaged over the offsets 0, −1, …, 1 − `offsets`: what is left of it when positions vary."""
+        qk = self.qk_at(0.0, fold_norm=fold_norm)
+        if self.rope is None:
+            return qk
+        w_k = torch.stack([self.rope.turn_rows(qk.w_k, -float(offset)) for offset in range(offsets)]).mean(0)
+        return QK(qk.w_q, w_k)
+
+    def project(self, query_states: Tensor, key_states: Tensor, positions: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """q (B, G, R, T_q, K) and k (B, G, 1, T_k, K) as the head compares them: biases, norms and RoPE applied."""
+        if self.query is None:
+            raise LocaterError(f"{self.module} trains W_QK itself: it has no separate queries and keys")
+        q = self._apply(self.query, query_states, self.query_norm, positions[0])
+        return q, self._apply(self.key, key_states, self.key_norm, positions[1])
+
+    def _apply(self, projection: Projection, states: Tensor, norm: Norm | None, position: Tensor) -> Tensor:
+        x = torch.einsum("btd,grkd->bgrtk", states, projection.weight)
+        if projection.bias is not None:
+            x = x + projection.bias[:, :, None, :]
+        if norm is not None:
+            x = norm(x)
+        return x if self.rope is None else self.rope.rotate(x, position)
+
+    def logits(
+        self, query_states: Tensor, key_states: Tensor | None = None, *, positions: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """The pre-softmax logits (B, heads, T_q, T_k) for the states (B, T, D) that enter the module, unmasked."""
+        key_states = query_states if key_states is None else key_states
+        if positions is None:
+            lengths = query_states.shape[1], key_states.shape[1]
+            positions = (
+                torch.arange(lengths[0], device=query_states.device),
+                torch.arange(lengths[1], device=key_states.device),
+            )
+        if self.query is None:
+            logits = torch.einsum("bqd,grde,bke->bgrqk", query_states, self.key.weight, key_states)
+        else:
+            q, k = self.project(query_states, key_states, positions)
+            logits = q @ k.mT
+        logits = (logits * self.scale).flatten(1, 2)
+        if self.position_bias is not None:
+            logits = logits + self.bias_scale * self.position_bias(*positions)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits

@@ -1,0 +1,34 @@
+"""BLOOM: q, k, v fused head by head, ALiBi."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from locater.models.attention import Alibi, Attention
+from locater.models.families._parts import Heads, interleaved, layer_norm
+from locater.models.registry import Site, register
+
+
+@register("BloomAttention", checkpoints=("bloom",), paths=(r"(?:.*\.)?h\.\d+\.self_attention",))
+def read(site: Site) -> Attention:
+    heads = Heads.of(site)
+    query, key = interleaved(site, "query_key_value", heads)
+    return Attention(
+        module=site.name,
+        layer=site.layer,
+        kind="self",
+        query=query,
+        key=key,
+        scale=heads.width**-0.5,
+        position_bias=Alibi(alibi_slopes(heads.groups)),
+        input_norm=layer_norm(site, "../input_layernorm", "layer_norm_epsilon"),
+    )
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """2^(−8h/n) for a power of two n; the heads beyond one take every other slope of 2n."""
+    power = 1 << (heads.bit_length() - 1)
+    slopes = 2.0 ** (-8.0 * torch.arange(1, power + 1) / power)
+    between = 2.0 ** (-8.0 * torch.arange(1, 2 * (heads - power) + 1, 2) / (2 * power))
+    return torch.cat([slopes, between])

@@ -1,0 +1,32 @@
+"""ModernBERT: one layer with all of q, then k, then v; RoPE with another base in sliding-window layers."""
+
+from __future__ import annotations
+
+from locater.models.attention import Attention, Rope
+from locater.models.families._parts import Heads, layer_norm, rope, rope_from, stacked
+from locater.models.registry import Site, register
+
+
+@register("ModernBertAttention", checkpoints=("modernbert",), paths=(r"(?:.*\.)?layers\.\d+\.attn",))
+def read(site: Site) -> Attention:
+    heads = Heads.of(site)
+    query, key = stacked(site, "Wqkv", heads)
+    return Attention(
+        module=site.name,
+        layer=site.layer,
+        kind="self",
+        query=query,
+        key=key,
+        scale=heads.width**-0.5,
+        rope=_rope(site, heads.width),
+        input_norm=layer_norm(site, "../attn_norm", "norm_eps"),
+    )
+
+
+def _rope(site: Site, width: int) -> Rope:
+    layer_types = site.setting("layer_types", default=None)
+    if layer_types is not None:
+        return rope(site, width, layer_type=layer_types[site.layer])
+    every = site.setting("global_attn_every_n_layers", default=3)
+    base = "local_rope_theta" if site.layer % every else "global_rope_theta"
+    return rope_from({"rope_theta": site.setting(base)}, width, site)

@@ -1,0 +1,41 @@
+"""torch.nn.MultiheadAttention, and with it TransformerEncoderLayer and TransformerDecoderLayer."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from locater.errors import LocaterError
+from locater.models.attention import Attention, Projection
+from locater.models.registry import Site, register
+
+
+@register("MultiheadAttention")
+def read(site: Site) -> Attention:
+    module = site.module
+    assert isinstance(module, nn.MultiheadAttention)
+    d, heads = module.embed_dim, module.num_heads
+    if module.kdim != d:
+        raise LocaterError(
+            f"{site.name}: keys of width {module.kdim} and queries of width {d} make W_QK rectangular, "
+            "which has no trace and no eigenvalues"
+        )
+    if module.bias_k is not None or module.add_zero_attn:
+        raise LocaterError(f"{site.name}: add_bias_kv and add_zero_attn add keys that no token has; not supported")
+    shape = (heads, 1, d // heads)
+    bias = module.in_proj_bias
+    biases = (None, None) if bias is None else (bias[:d].unflatten(0, shape), bias[d : 2 * d].unflatten(0, shape))
+    if module._qkv_same_embed_dim:
+        weight = module.in_proj_weight
+        query = Projection(weight, lambda t: t[:d].unflatten(0, shape), biases[0])
+        key = Projection(weight, lambda t: t[d : 2 * d].unflatten(0, shape), biases[1])
+    else:
+        query = Projection(module.q_proj_weight, lambda t: t.unflatten(0, shape), biases[0])
+        key = Projection(module.k_proj_weight, lambda t: t.unflatten(0, shape), biases[1])
+    return Attention(
+        module=site.name,
+        layer=site.layer,
+        kind="cross" if site.name.split(".")[-1] == "multihead_attn" else "self",
+        query=query,
+        key=key,
+        scale=(d // heads) ** -0.5,
+    )

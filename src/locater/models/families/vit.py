@@ -1,0 +1,27 @@
+"""Vision transformers whose attention has q_proj and k_proj; older ones are laid out as BERT."""
+
+from __future__ import annotations
+
+from locater.models.attention import Attention
+from locater.models.families._parts import Heads, layer_norm, separate
+from locater.models.registry import Site, register
+
+
+@register(
+    "ViTAttention",
+    checkpoints=("vit",),
+    paths=(r"(?:.*\.)?layers?\.\d+\.attention\.attention", r"(?:.*\.)?layers?\.\d+\.attention"),
+)
+def read(site: Site) -> Attention:
+    heads = Heads.of(site)
+    older = site.optional("query.weight") is not None
+    query, key = separate(site, *(("query", "key") if older else ("q_proj", "k_proj")), heads)
+    return Attention(
+        module=site.name,
+        layer=site.layer,
+        kind="self",
+        query=query,
+        key=key,
+        scale=heads.width**-0.5,
+        input_norm=layer_norm(site, "../layernorm_before" if not older else "../../layernorm_before", "layer_norm_eps"),
+    )
