@@ -125,5 +125,5 @@ class QK:
 
 
 def _broadcast(a: torch.Size, b: torch.Size) -> torch.Size:
-    shape: torch.Size = torch.broadcast_shapes(a, b)  # type: ignore[no-untyped-call]
+    shape: torch.Size = torch.broadcast_shapes(a, b)
     return shape

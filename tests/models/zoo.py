@@ -18,7 +18,9 @@ GROUPED = {**SMALL, "num_key_value_heads": 2}
 
 def _gpt2(**more):
     return tf.GPT2LMHeadModel(
-        tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=VOCABULARY, attn_implementation="eager", **more)
+        tf.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=VOCABULARY, attn_implementation="eager", **more
+        )
     )
 
 
@@ -67,7 +69,10 @@ FAMILIES = {
     "gpt2-unscaled": lambda: _gpt2(scale_attn_weights=False),
     "gpt-neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**SMALL)),
     "gptj": lambda: tf.GPTJForCausalLM(
-        tf.GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, vocab_size=VOCABULARY, attn_implementation="eager")
+        tf.GPTJConfig(
+            n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, vocab_size=VOCABULARY,
+            attn_implementation="eager",
+        )
     ),
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**GROUPED)),
     "llama-3.1-rope": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**GROUPED, rope_parameters=LLAMA3)),
@@ -83,11 +88,15 @@ FAMILIES = {
         tf.Gemma2Config(**GROUPED, head_dim=12, query_pre_attn_scalar=20, attn_logit_softcapping=2.0)
     ),
     "gemma3": lambda: tf.Gemma3ForCausalLM(
-        tf.Gemma3TextConfig(**{**GROUPED, "num_hidden_layers": 7}, head_dim=12, query_pre_attn_scalar=20, sliding_window=32)
+        tf.Gemma3TextConfig(
+            **{**GROUPED, "num_hidden_layers": 7}, head_dim=12, query_pre_attn_scalar=20, sliding_window=32
+        )
     ),
     "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**GROUPED, pad_token_id=0)),
     "opt": lambda: tf.OPTForCausalLM(
-        tf.OPTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32, **COMMON)
+        tf.OPTConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32, **COMMON
+        )
     ),
     "bloom": lambda: tf.BloomForCausalLM(
         tf.BloomConfig(hidden_size=36, n_layer=2, n_head=6, vocab_size=VOCABULARY, attn_implementation="eager")
@@ -142,7 +151,7 @@ def recorded_logits(model):
     active = []
 
     def entering(name):
-        def hook(module, args, kwargs):
+        def hook(_, args, kwargs):
             hidden = args[0] if args else kwargs.get("hidden_states")
             other = kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))
             states[name] = (hidden.detach(), hidden.detach() if other is None else other.detach())
@@ -150,7 +159,7 @@ def recorded_logits(model):
 
         return hook
 
-    def leaving(module, args, output):
+    def leaving(*_):
         active.pop()
 
     def spy(x, *args, **kwargs):
@@ -164,6 +173,7 @@ def recorded_logits(model):
         if name in names:
             handles.append(module.register_forward_pre_hook(entering(name), with_kwargs=True))
             handles.append(module.register_forward_hook(leaving))
+
     def spy_on_sdpa(query, key, value, attn_mask=None, **kwargs):
         if active:
             logits = query @ key.mT * query.shape[-1] ** -0.5 + (0 if attn_mask is None else attn_mask)

@@ -182,7 +182,9 @@ class Attention:
         w_k = torch.stack([self.rope.turn_rows(qk.w_k, -float(offset)) for offset in range(offsets)]).mean(0)
         return QK(qk.w_q, w_k)
 
-    def project(self, query_states: Tensor, key_states: Tensor, positions: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def project(
+        self, query_states: Tensor, key_states: Tensor, positions: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """q (B, G, R, T_q, K) and k (B, G, 1, T_k, K) as the head compares them: biases, norms and RoPE applied."""
         if self.query is None:
             raise LocaterError(f"{self.module} trains W_QK itself: it has no separate queries and keys")

@@ -153,7 +153,8 @@ def _read_live(model: nn.Module) -> Iterator[Attention]:
 def _as_mapping(config: Any) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
-    return config.to_dict() if hasattr(config, "to_dict") else vars(config)
+    mapping: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else vars(config)
+    return mapping
 
 
 def _nearest(configs: Mapping[str, Mapping[str, Any]], name: str) -> Mapping[str, Any]:

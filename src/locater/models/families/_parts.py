@@ -55,9 +55,7 @@ class Heads:
         return self.groups, 1, self.width
 
 
-def projection(
-    site: Site, name: str, rows: Callable[[Tensor], Tensor], *, transposed: bool = False
-) -> Projection:
+def projection(site: Site, name: str, rows: Callable[[Tensor], Tensor], *, transposed: bool = False) -> Projection:
     """The linear layer `name`; `rows` picks (G, R, K) out of its output dimension, which comes first.
 
     `transposed`: GPT-2's Conv1D stores (D, outputs).
@@ -71,7 +69,8 @@ def projection(
         shaped = view(weight)
     except RuntimeError as error:
         raise LocaterError(
-            f"{site.name}.{name}.weight has shape {tuple(weight.shape)}, which does not fit the heads of the configuration"
+            f"{site.name}.{name}.weight has shape {tuple(weight.shape)}, "
+            "which does not fit the heads of the configuration"
         ) from error
     if shaped.ndim != 4:
         raise LocaterError(f"{site.name}.{name}.weight has shape {tuple(weight.shape)}, not that of a linear layer")
@@ -156,4 +155,5 @@ def _llama3(frequency: Tensor, parameters: Mapping[str, Any]) -> Tensor:
     factor, low, high = parameters["factor"], parameters["low_freq_factor"], parameters["high_freq_factor"]
     turns = parameters["original_max_position_embeddings"] * frequency / (2 * math.pi)  # over the old context
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - smooth) * frequency / factor + smooth * frequency
+    blended: Tensor = (1 - smooth) * frequency / factor + smooth * frequency
+    return blended

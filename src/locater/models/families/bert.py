@@ -20,7 +20,12 @@ def read(site: Site) -> Attention:
     return _read(site, "query", "key", "cross" if "crossattention" in site.name else "self")
 
 
-@register("DistilBertSelfAttention", "MultiHeadSelfAttention", checkpoints=("distilbert",), paths=(r"(?:.*\.)?layer\.\d+\.attention",))
+@register(
+    "DistilBertSelfAttention",
+    "MultiHeadSelfAttention",
+    checkpoints=("distilbert",),
+    paths=(r"(?:.*\.)?layer\.\d+\.attention",),
+)
 def read_distilbert(site: Site) -> Attention:
     return _read(site, "q_lin", "k_lin", "self")
 
@@ -28,6 +33,4 @@ def read_distilbert(site: Site) -> Attention:
 def _read(site: Site, query_name: str, key_name: str, kind: str) -> Attention:
     heads = Heads.of(site)
     query, key = separate(site, query_name, key_name, heads)
-    return Attention(
-        module=site.name, layer=site.layer, kind=kind, query=query, key=key, scale=heads.width**-0.5
-    )
+    return Attention(module=site.name, layer=site.layer, kind=kind, query=query, key=key, scale=heads.width**-0.5)
