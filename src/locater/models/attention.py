@@ -29,11 +29,17 @@ class Projection:
 
     tensor: Tensor
     view: Callable[[Tensor], Tensor]
-    bias: Tensor | None = None  # (G, R or 1, K)
+    bias_tensor: Tensor | None = None
+    bias_view: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
     @property
     def weight(self) -> Tensor:
         return self.view(self.tensor)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(G, R or 1, K)."""
+        return None if self.bias_tensor is None else self.bias_view(self.bias_tensor)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def projection(site: Site, name: str, rows: Callable[[Tensor], Tensor], *, trans
         return rows(tensor.mT if transposed else tensor)
 
     try:
-        shaped = view(weight)
+        shaped = view(torch.empty(weight.shape, device="meta"))
     except RuntimeError as error:
         raise LocaterError(
             f"{site.name}.{name}.weight has shape {tuple(weight.shape)}, "
@@ -74,7 +74,7 @@ def projection(site: Site, name: str, rows: Callable[[Tensor], Tensor], *, trans
         ) from error
     if shaped.ndim != 4:
         raise LocaterError(f"{site.name}.{name}.weight has shape {tuple(weight.shape)}, not that of a linear layer")
-    return Projection(weight, view, None if bias is None else rows(bias))
+    return Projection(weight, view, bias, rows)
 
 
 def separate(site: Site, query: str, key: str, heads: Heads) -> tuple[Projection, Projection]:

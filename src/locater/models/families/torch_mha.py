@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from locater.errors import LocaterError
 from locater.models.attention import Attention, Projection
@@ -23,14 +23,19 @@ def read(site: Site) -> Attention:
         raise LocaterError(f"{site.name}: add_bias_kv and add_zero_attn add keys that no token has; not supported")
     shape = (heads, 1, d // heads)
     bias = module.in_proj_bias
-    biases = (None, None) if bias is None else (bias[:d].unflatten(0, shape), bias[d : 2 * d].unflatten(0, shape))
+
+    def first(tensor: Tensor) -> Tensor:
+        return tensor[:d].view(*shape, *tensor.shape[1:])
+
+    def second(tensor: Tensor) -> Tensor:
+        return tensor[d : 2 * d].view(*shape, *tensor.shape[1:])
+
     if module._qkv_same_embed_dim:
         weight = module.in_proj_weight
-        query = Projection(weight, lambda t: t[:d].unflatten(0, shape), biases[0])
-        key = Projection(weight, lambda t: t[d : 2 * d].unflatten(0, shape), biases[1])
+        query, key = Projection(weight, first, bias, first), Projection(weight, second, bias, second)
     else:
-        query = Projection(module.q_proj_weight, lambda t: t.unflatten(0, shape), biases[0])
-        key = Projection(module.k_proj_weight, lambda t: t.unflatten(0, shape), biases[1])
+        query = Projection(module.q_proj_weight, first, bias, first)
+        key = Projection(module.k_proj_weight, first, bias, second)
     return Attention(
         module=site.name,
         layer=site.layer,

@@ -1,0 +1,5 @@
+"""How do I move where attention looks?"""
+
+from locater.control.locater import LocAteR
+
+__all__ = ["LocAteR"]

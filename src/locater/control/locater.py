@@ -1,0 +1,339 @@
+"""LocAteR: hold the trace of every W_QK, shrink its scale.
+
+    penalty = Σ over layers and query heads of  scale_strength · tr(W_QKᵀW_QK) + mean_strength · (tr W_QK − target)²
+
+The gradient has a closed form in the factors (the paper's, with its misprint mended):
+
+    ∂/∂W_Q = 2 scale_strength (W_K W_Kᵀ) W_Q + 2 mean_strength (tr W_QK − target) W_K,      and with Q and K exchanged;
+
+a key matrix shared by several query heads collects their sum. It needs d_head × d_head products only: no graph, no
+d_model × d_model matrix.
+
+Legend: S modules worked on together, G key heads, R query heads for each, K head width, D model width.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from locater.control._dense import gathered, scattered_add_
+from locater.errors import LocaterError
+from locater.models import Attention, Projection, attentions
+
+__all__ = ["LocAteR"]
+
+Schedule: TypeAlias = Callable[[int], float]
+
+_STACK_BYTES = 64 << 20  # modules are stacked into one batch up to this size; larger ones are worked on in place
+
+
+class LocAteR:
+    """The regulariser on every attention module of `model` that `locater.models` finds.
+
+    Strengths are the coefficients of the penalty above. `schedule`, if given, multiplies both: a function of the
+    number of optimizer steps taken. Use one of
+
+    * `penalty()`, a differentiable scalar to add to the loss (clipped and scaled with the rest of it),
+    * `add_gradient_()`, the closed form added into `.grad`,
+    * `attach(optimizer)`, which runs `add_gradient_` before every optimizer step. It runs after gradient clipping,
+      so that the penalty's gradient is not clipped, and is skipped with a step that is skipped.
+
+    Frozen parameters are counted in the penalty and left alone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        scale_strength: float,
+        mean_strength: float,
+        target: float = 1.0,
+        schedule: Schedule | None = None,
+    ) -> None:
+        for name, strength in (("scale_strength", scale_strength), ("mean_strength", mean_strength)):
+            if not (isinstance(strength, (int, float)) and 0 <= strength < float("inf")):
+                raise LocaterError(f"{name} must be a finite number that is not negative, got {strength!r:.80}")
+        if not (isinstance(target, (int, float)) and abs(target) < float("inf")):
+            raise LocaterError(f"target must be a finite number, got {target!r:.80}")
+        self.scale_strength = float(scale_strength)
+        self.mean_strength = float(mean_strength)
+        self.target = float(target)
+        self.schedule = schedule
+        self.step = 0
+        self.attentions: list[Attention] = attentions(model)
+        self._shapes = [_shapes(attention) for attention in self.attentions]
+        self._handles: list[RemovableHandle] = []
+
+    @classmethod
+    def from_paper(
+        cls, model: nn.Module, *, kappa_1: float = 100.0, kappa_2: float = 1.0, tokens_per_batch: int = 4096
+    ) -> LocAteR:
+        """The reading of the paper's κ₁ and κ₂ that shows the trends of its figures.
+
+        Section 6 prints κ₁ on the scale and κ₂ on the trace. With κ₁ = 100 and rising κ₂, as in Fig. 6, that objective
+        would raise the scale; the figures, where it falls, fit the reverse: κ₁ holds the trace, κ₂ shrinks the
+        scale. And the paper trained with fairseq, whose loss is a sum over the tokens of a batch, divided by their
+        number only after the gradient is taken: a penalty added to it acts with κ/tokens_per_batch on a loss that is
+        averaged per token, as here. 4,096 is its batch of 64 sequences of 64 tokens.
+        """
+        if isinstance(tokens_per_batch, bool) or not isinstance(tokens_per_batch, int) or tokens_per_batch < 1:
+            raise LocaterError(f"tokens_per_batch must be a positive whole number, got {tokens_per_batch!r:.80}")
+        return cls(
+            model, scale_strength=kappa_2 / tokens_per_batch, mean_strength=kappa_1 / tokens_per_batch, target=1.0
+        )
+
+    # ------------------------------------------------------------------ the penalty and its gradient
+
+    def penalty(self) -> Tensor:
+        """The penalty, differentiable."""
+        factor = self._factor()
+        total: Tensor | None = None
+        for attention in self.attentions:
+            qk = _gathered_attention(attention).qk()
+            scale, trace = qk.scale(), qk.trace()
+            value = self.scale_strength * scale.sum() + self.mean_strength * (trace - self.target).square().sum()
+            total = value if total is None else total + value.to(total.device)
+        assert total is not None
+        return factor * total
+
+    def add_gradient_(self) -> None:
+        """Adds the gradient of `penalty()` into the `.grad` of the parameters."""
+        self._add_gradient(lambda _: True, 1.0)
+
+    @torch.no_grad()
+    def _add_gradient(self, chosen: Callable[[Tensor], bool], multiplier: float | Tensor) -> None:
+        factor = self._factor()
+        if factor == 0 or self.scale_strength == self.mean_strength == 0:
+            return
+        strengths = (2 * factor * self.scale_strength * multiplier, 2 * factor * self.mean_strength * multiplier)
+        for group in self._groups(chosen):
+            group.add_gradient_(*strengths, self.target)
+
+    def _groups(self, chosen: Callable[[Tensor], bool]) -> Iterator[_Group]:
+        """Modules of one shape with something to do, together, as many as fit into _STACK_BYTES."""
+        kinds: dict[Any, list[Attention]] = {}
+        wanted: dict[Any, tuple[bool, bool]] = {}
+        uses: Counter[int] = Counter()
+        for attention, shapes in zip(self.attentions, self._shapes, strict=True):
+            tensors = [projection.tensor for projection in _projections(attention)]
+            moved = tuple(tensor.requires_grad and chosen(tensor) for tensor in (tensors[0], tensors[-1]))
+            if not any(moved):
+                continue
+            uses.update({id(tensor) for tensor in tensors})
+            # a parameter that several modules share is written by one module of a group at a time
+            turn = max(uses[id(tensor)] for tensor in tensors)
+            kind = (*shapes, *((tensor.dtype, tensor.device) for tensor in tensors), moved, turn)
+            kinds.setdefault(kind, []).append(attention)
+            wanted[kind] = moved[0], moved[1]
+        for kind, members in kinds.items():
+            one = members[0].key.tensor
+            size = max(1, _STACK_BYTES // (2 * one.numel() * one.element_size()))
+            for start in range(0, len(members), size):
+                yield _Group(members[start : start + size], wanted[kind])
+
+    def _factor(self) -> float:
+        return 1.0 if self.schedule is None else float(self.schedule(self.step))
+
+    # ------------------------------------------------------------------ at work in a training loop
+
+    def attach(self, optimizer: Optimizer) -> LocAteR:
+        """Runs `add_gradient_` before every step of `optimizer`, for the parameters it holds; see the class.
+
+        Handles closures (the gradient is added after each evaluation), GradScaler with fused optimizers (the gradient
+        is scaled as theirs is), and several optimizers (attach each).
+        """
+        while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = optimizer.optimizer  # type: ignore[attr-defined]  # accelerate's wrapper
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        ours = [tensor for attention in self.attentions for tensor in _trainable(attention)]
+        if not any(id(tensor) in held for tensor in ours):
+            raise LocaterError(
+                f"this {type(optimizer).__name__} holds none of the query and key weights of the model; "
+                "attach LocAteR to the optimizer that trains them"
+            )
+
+        def chosen(tensor: Tensor) -> bool:
+            return id(tensor) in held
+
+        def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            # args starts with the optimizer itself
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if closure is None:
+                self._before(optimizer, chosen)
+                return None
+
+            def closure_and_gradient() -> Any:
+                loss = closure()
+                self._before(optimizer, chosen)
+                return loss
+
+            rest = {name: value for name, value in kwargs.items() if name != "closure"}
+            return (optimizer, closure_and_gradient, *args[2:]), rest
+
+        self._handles.append(optimizer.register_step_pre_hook(before_step))
+        return self
+
+    def _before(self, optimizer: Optimizer, chosen: Callable[[Tensor], bool]) -> None:
+        # GradScaler leaves the gradients of a fused optimizer scaled: it divides inside its kernel.
+        scale = getattr(optimizer, "grad_scale", None)
+        overflow = getattr(optimizer, "found_inf", None)
+        self._add_gradient(chosen, 1.0 if scale is None else scale)
+        # only a schedule has to know whether the step counts, so only then is it worth waiting for the device
+        if self.schedule is None or overflow is None or not bool(overflow):
+            self.step += 1
+
+    def detach(self) -> None:
+        """Undoes every `attach`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, float]:
+        """Trace and scale averaged over the heads of each module, and the penalty: for logs."""
+        values = {"penalty": float(self.penalty())}
+        for attention in self.attentions:
+            qk = _gathered_attention(attention).qk()
+            values[f"{attention.module}/trace"] = float(qk.trace().mean())
+            values[f"{attention.module}/scale"] = float(qk.scale().mean())
+        return values
+
+    def state_dict(self) -> dict[str, float]:
+        """What is needed to go on: the step, and the strengths to check it against."""
+        return {
+            "step": self.step,
+            "scale_strength": self.scale_strength,
+            "mean_strength": self.mean_strength,
+            "target": self.target,
+        }
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        missing = self.state_dict().keys() - state.keys()
+        if missing:
+            raise LocaterError(f"this is not a state of LocAteR: it lacks {', '.join(sorted(missing))}")
+        self.step = int(state["step"])
+        self.scale_strength, self.mean_strength = float(state["scale_strength"]), float(state["mean_strength"])
+        self.target = float(state["target"])
+
+    def __repr__(self) -> str:
+        return (
+            f"LocAteR({len(self.attentions)} attention modules, scale_strength={self.scale_strength:g}, "
+            f"mean_strength={self.mean_strength:g}, target={self.target:g})"
+        )
+
+
+def _trainable(attention: Attention) -> list[Tensor]:
+    return [projection.tensor for projection in _projections(attention) if projection.tensor.requires_grad]
+
+
+def _shapes(attention: Attention) -> tuple[torch.Size, ...]:
+    """(G, R, K, D) of the query and (G, 1, K, D) of the key."""
+    return tuple(p.view(torch.empty(p.tensor.shape, device="meta")).shape for p in _projections(attention))
+
+
+def _gathered_attention(attention: Attention) -> Attention:
+    """With sharded weights made whole (differentiably)."""
+    key = replace(attention.key, tensor=gathered(attention.key.tensor))
+    query = attention.query
+    return replace(attention, key=key, query=query and replace(query, tensor=gathered(query.tensor)))
+
+
+def _projections(attention: Attention) -> list[Projection]:
+    return [attention.key] if attention.query is None else [attention.query, attention.key]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Attention modules of one shape; the gradients of which of their factors are wanted."""
+
+    members: list[Attention]
+    wanted: tuple[bool, bool]  # query, key
+
+    def add_gradient_(self, scale_coefficient: float | Tensor, mean_coefficient: float | Tensor, target: float) -> None:
+        """Adds scale_coefficient · ½∇tr(WᵀW) + mean_coefficient · ½∇(tr W − target)²."""
+        stores = {id(p.tensor): _Store(p.tensor) for member in self.members for p in _projections(member)}
+        keys = [member.key for member in self.members]
+        w_k = _stack([p.view(stores[id(p.tensor)].weight) for p in keys])  # (S, G, 1, K, D)
+        queries = [member.query for member in self.members if member.query is not None]
+        if not queries:
+            parts: tuple[Tensor | None, ...] = (_joint_gradient(w_k, scale_coefficient, mean_coefficient, target),)
+        else:
+            w_q = _stack([p.view(stores[id(p.tensor)].weight) for p in queries])  # (S, G, R, K, D)
+            parts = _factor_gradients(w_q, w_k, scale_coefficient, mean_coefficient, target, self.wanted)
+        for projections, gradient in zip((queries, keys) if queries else (keys,), parts, strict=True):
+            if gradient is not None:
+                _add([p.view(stores[id(p.tensor)].gradient()) for p in projections], gradient)
+        for store in stores.values():
+            store.finish()
+
+
+class _Store:
+    """One parameter: its whole weight, and a whole gradient to write into."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.weight = gathered(tensor)
+        self._whole: Tensor | None = None
+
+    def gradient(self) -> Tensor:
+        if self._whole is None:
+            if self.weight is not self.tensor:  # sharded
+                self._whole = torch.zeros_like(self.weight)
+            else:
+                if self.tensor.grad is None:
+                    self.tensor.grad = torch.zeros_like(self.tensor)
+                self._whole = self.tensor.grad
+        return self._whole
+
+    def finish(self) -> None:
+        if self._whole is not None and self.weight is not self.tensor:
+            scattered_add_(self.tensor, self._whole)
+
+
+def _stack(views: list[Tensor]) -> Tensor:
+    """(S, …), at least float32; a single one stays where it is."""
+    stacked = views[0][None] if len(views) == 1 else torch.stack(views)
+    return stacked.float() if stacked.dtype in (torch.bfloat16, torch.float16) else stacked
+
+
+def _add(views: list[Tensor], gradient: Tensor) -> None:
+    torch._foreach_add_(views, [part.to(view.dtype) for view, part in zip(views, gradient.unbind(0), strict=True)])
+
+
+def _joint_gradient(
+    w: Tensor, scale_coefficient: float | Tensor, mean_coefficient: float | Tensor, target: float
+) -> Tensor:
+    """For a W_QK (S, G, 1, D, D) that is trained itself: scale_coefficient W + mean_coefficient (tr W − target) I."""
+    gradient = scale_coefficient * w
+    pull = mean_coefficient * (w.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) - target)
+    gradient.diagonal(dim1=-2, dim2=-1).add_(pull)
+    return gradient
+
+
+def _factor_gradients(
+    w_q: Tensor,
+    w_k: Tensor,
+    scale_coefficient: float | Tensor,
+    mean_coefficient: float | Tensor,
+    target: float,
+    wanted: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of w_q (S, G, R, K, D) and w_k (S, G, 1, K, D)."""
+    trace = torch.matmul(w_q.flatten(-2).unsqueeze(-2), w_k.flatten(-2).unsqueeze(-1))[..., 0, 0]  # (S, G, R)
+    pull = (mean_coefficient * (trace - target))[..., None, None]
+    of_q = of_k = None
+    if wanted[0]:
+        of_q = (scale_coefficient * (w_k @ w_k.mT)) @ w_q
+        of_q.addcmul_(w_k, pull)
+    if wanted[1]:
+        of_k = (scale_coefficient * (w_q @ w_q.mT).sum(-3, keepdim=True)) @ w_k
+        of_k.add_((w_q * pull).sum(-3, keepdim=True)) if w_q.shape[-3] > 1 else of_k.addcmul_(w_q, pull)
+    return of_q, of_k
