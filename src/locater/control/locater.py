@@ -106,10 +106,11 @@ class LocAteR:
 
     def add_gradient_(self) -> None:
         """Adds the gradient of `penalty()` into the `.grad` of the parameters."""
-        self._add_gradient(lambda _: True, 1.0)
+        self.add_gradient_to(lambda _: True)
 
     @torch.no_grad()
-    def _add_gradient(self, chosen: Callable[[Tensor], bool], multiplier: float | Tensor) -> None:
+    def add_gradient_to(self, chosen: Callable[[Tensor], bool], multiplier: float | Tensor = 1.0) -> None:
+        """`add_gradient_` for the parameters that `chosen` picks, times `multiplier` (a loss scale)."""
         factor = self._factor()
         if factor == 0 or self.scale_strength == self.mean_strength == 0:
             return
@@ -185,7 +186,7 @@ class LocAteR:
         # GradScaler leaves the gradients of a fused optimizer scaled: it divides inside its kernel.
         scale = getattr(optimizer, "grad_scale", None)
         overflow = getattr(optimizer, "found_inf", None)
-        self._add_gradient(chosen, 1.0 if scale is None else scale)
+        self.add_gradient_to(chosen, 1.0 if scale is None else scale)
         # only a schedule has to know whether the step counts, so only then is it worth waiting for the device
         if self.schedule is None or overflow is None or not bool(overflow):
             self.step += 1

@@ -1,0 +1,47 @@
+"""LocAteR in a Lightning Trainer.
+
+    trainer = lightning.Trainer(callbacks=[LocAteRCallback(LocAteR(model, ...))])
+
+Lightning runs backward inside the optimizer's step; the gradient is added at the point Lightning offers for this,
+after backward and unscaling and before clipping: here the penalty is clipped with the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from locater.control.locater import LocAteR
+from locater.errors import require
+
+require("lightning", "lightning")
+
+import lightning  # noqa: E402
+
+__all__ = ["LocAteRCallback"]
+
+
+class LocAteRCallback(lightning.Callback):
+    """Adds a LocAteR's gradient before every optimizer step, and logs what it does every `log_every_n_steps`.
+
+    Each optimizer's step adds the gradient of the parameters that optimizer holds. The state goes into
+    checkpoints and comes back with them.
+    """
+
+    def __init__(self, regulariser: LocAteR, *, per_module: bool = True) -> None:
+        self.regulariser = regulariser
+        self.per_module = per_module
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self.regulariser.add_gradient_to(lambda tensor: id(tensor) in held)
+        self.regulariser.step += 1
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            values = self.regulariser.measure()
+            chosen = values if self.per_module else {"penalty": values["penalty"]}
+            pl_module.log_dict({f"locater/{name}": value for name, value in chosen.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.regulariser.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.regulariser.load_state_dict(state_dict)

@@ -1,0 +1,153 @@
+"""LocAteR in real trainers: Hugging Face's and Lightning's."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from locater import LocAteR
+from locater.control.hf import LocAteRCallback
+from locater.control.lightning import LocAteRCallback as LightningCallback
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
+from zoo import VOCABULARY, build
+
+STEPS, BATCH, TOKENS, RATE = 5, 2, 7, 1e-2
+
+# trainers warn about what a small test does not need: few workers, no logger, short epochs
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Text(Dataset):
+    def __len__(self):
+        return STEPS * BATCH
+
+    def __getitem__(self, index):
+        ids = torch.randint(3, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def strengths():
+    return {"scale_strength": 0.02, "mean_strength": 0.03, "target": 1.5}
+
+
+def by_hand(model, clip=None, penalised=True):
+    """Loss plus penalty in a plain loop; what the trainers should amount to."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    reg = LocAteR(model, **strengths())
+    data = Text()
+    for step in range(STEPS):
+        ids = torch.stack([data[step * BATCH + k]["input_ids"] for k in range(BATCH)])
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        (loss + reg.penalty() if penalised else loss).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model
+
+
+def assert_same(model, other, tolerance=1e-5):
+    for (name, p), (_, q) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def hf_trainer(model, reg, folder, **more):
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=RATE, optim="sgd",
+        lr_scheduler_type="constant", max_grad_norm=0, report_to=[], logging_steps=1, use_cpu=True, save_strategy="no",
+        disable_tqdm=True, **more,
+    )  # fmt: skip
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *_, **__):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    seen = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **_):  # noqa: ARG002
+            seen.append(dict(logs))
+
+    trainer = InOrder(model, arguments, train_dataset=Text(), callbacks=[Reporter()])
+    LocAteRCallback(reg).add_to(trainer)
+    return trainer, seen
+
+
+def test_the_hugging_face_trainer_trains_on_loss_plus_penalty_and_logs(tmp_path):
+    model = build("llama")
+    expected = by_hand(copy.deepcopy(model).train())
+    reg = LocAteR(model, **strengths())
+    trainer, reported = hf_trainer(model, reg, tmp_path)
+    trainer.train()
+    assert_same(model, expected)
+    assert reg.step == STEPS
+    logged = [entry for entry in trainer.state.log_history if "locater/penalty" in entry]
+    assert len(logged) >= STEPS
+    assert logged[STEPS - 1]["locater/penalty"] == pytest.approx(reg.penalty().item(), rel=1e-4)
+    assert any(key.endswith("layers.1.self_attn/scale") for key in logged[0])
+    assert reported[0].keys() >= {"locater/penalty", "loss"}
+    # detached at the end: another step changes nothing through LocAteR
+    assert not reg._handles
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch, _):
+        return self.model(**batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=RATE)
+
+
+def lightning_trainer(callbacks, folder, **more):
+    return lightning.Trainer(
+        max_steps=STEPS, accelerator="cpu", logger=lightning.pytorch.loggers.CSVLogger(folder), log_every_n_steps=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_lightning_trains_on_loss_plus_penalty_clipped_together(tmp_path, clip):
+    model = build("llama").train()
+    expected = by_hand(copy.deepcopy(model), clip=clip)
+    reg = LocAteR(model, **strengths())
+    trainer = lightning_trainer([LightningCallback(reg)], tmp_path, gradient_clip_val=clip)
+    trainer.fit(Module(model), DataLoader(Text(), batch_size=BATCH))
+    assert_same(model, expected)
+    assert reg.step == STEPS
+    assert "locater/penalty" in trainer.logged_metrics
+
+
+def test_attaching_to_lightnings_optimizer_works_too_although_backward_runs_inside_its_step(tmp_path):
+    model = build("llama").train()
+    expected = by_hand(copy.deepcopy(model))
+    reg = LocAteR(model, **strengths())
+
+    class Attached(Module):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            reg.attach(optimizer)
+            return optimizer
+
+    lightning_trainer([], tmp_path).fit(Attached(model), DataLoader(Text(), batch_size=BATCH))
+    assert_same(model, expected)
+
+
+def test_lightning_checkpoints_carry_the_step():
+    reg = LocAteR(build("llama"), **strengths())
+    reg.step = 7
+    other = LightningCallback(LocAteR(build("llama"), scale_strength=0, mean_strength=0))
+    other.load_state_dict(LightningCallback(reg).state_dict())
+    assert other.regulariser.step == 7
+    assert other.regulariser.scale_strength == reg.scale_strength
