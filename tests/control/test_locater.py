@@ -130,17 +130,26 @@ def test_lower_precisions_follow_float64(dtype):
         assert (gradient.double() - expected).norm() <= roundings * torch.finfo(dtype).eps * expected.norm()
 
 
-def test_stacking_modules_changes_nothing(monkeypatch):
-    from locater.control import locater as inside
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-new", "whisper", "plain, grouped", "joint, three heads"])
+def test_modules_stacked_into_one_batch_get_the_same_gradients(name):
+    """As on a GPU; on a CPU each is worked on in place."""
+    from locater.control.locater import _Group
 
-    model = build("llama").double()
-    regulariser(model).add_gradient_()
-    together = copy.deepcopy(gradients(model))
+    model = nn.ModuleList([MODELS[name](), MODELS[name]()]).double()
+    reg = regulariser(model)
+    reg.add_gradient_()
+    in_place = copy.deepcopy(gradients(model))
     model.zero_grad()
-    monkeypatch.setattr(inside, "_STACK_BYTES", 1)
-    regulariser(model).add_gradient_()
+    one_by_one = list(reg._groups(lambda _: True))
+    stacked = {}
+    for group in one_by_one:
+        shapes = tuple(p.weight.shape for p in (group.members[0].query or group.members[0].key, group.members[0].key))
+        stacked.setdefault(shapes, []).extend(group.members)
+    assert max(map(len, stacked.values())) > 1
+    for members in stacked.values():
+        _Group(members, (True, True)).add_gradient_(2 * reg.scale_strength, 2 * reg.mean_strength, reg.target)
     for key, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, together[key], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradient, in_place[key], rtol=1e-12, atol=1e-12)
 
 
 def test_frozen_parameters_are_left_alone():

@@ -32,7 +32,7 @@ __all__ = ["LocAteR"]
 
 Schedule: TypeAlias = Callable[[int], float]
 
-_STACK_BYTES = 64 << 20  # modules are stacked into one batch up to this size; larger ones are worked on in place
+_STACK_BYTES = 64 << 20  # on a GPU, modules are stacked up to this size; larger ones are worked on in place
 
 
 class LocAteR:
@@ -136,7 +136,9 @@ class LocAteR:
             wanted[kind] = moved[0], moved[1]
         for kind, members in kinds.items():
             one = members[0].key.tensor
-            size = max(1, _STACK_BYTES // (2 * one.numel() * one.element_size()))
+            # on a GPU small modules wait for launches, not for arithmetic; on a CPU there are none to save
+            budget = _STACK_BYTES if one.is_cuda else 0
+            size = max(1, budget // (2 * one.numel() * one.element_size()))
             for start in range(0, len(members), size):
                 yield _Group(members[start : start + size], wanted[kind])
 
@@ -261,17 +263,29 @@ class _Group:
     def add_gradient_(self, scale_coefficient: float | Tensor, mean_coefficient: float | Tensor, target: float) -> None:
         """Adds scale_coefficient · ½∇tr(WᵀW) + mean_coefficient · ½∇(tr W − target)²."""
         stores = {id(p.tensor): _Store(p.tensor) for member in self.members for p in _projections(member)}
+
+        def weights(projections: list[Projection]) -> Tensor:
+            return _stack([p.view(stores[id(p.tensor)].weight) for p in projections])
+
+        def gradients(projections: list[Projection]) -> _Target:
+            return _Target([p.view(stores[id(p.tensor)].gradient()) for p in projections])
+
         keys = [member.key for member in self.members]
-        w_k = _stack([p.view(stores[id(p.tensor)].weight) for p in keys])  # (S, G, 1, K, D)
         queries = [member.query for member in self.members if member.query is not None]
+        w_k = weights(keys)  # (S, G, 1, K, D)
         if not queries:
-            parts: tuple[Tensor | None, ...] = (_joint_gradient(w_k, scale_coefficient, mean_coefficient, target),)
+            gradients(keys).add_(_joint_gradient(w_k, scale_coefficient, mean_coefficient, target))
         else:
-            w_q = _stack([p.view(stores[id(p.tensor)].weight) for p in queries])  # (S, G, R, K, D)
-            parts = _factor_gradients(w_q, w_k, scale_coefficient, mean_coefficient, target, self.wanted)
-        for projections, gradient in zip((queries, keys) if queries else (keys,), parts, strict=True):
-            if gradient is not None:
-                _add([p.view(stores[id(p.tensor)].gradient()) for p in projections], gradient)
+            w_q = weights(queries)  # (S, G, R, K, D)
+            trace = torch.linalg.vecdot(w_q.flatten(-2), w_k.flatten(-2))  # (S, G, R)
+            pull = (mean_coefficient * (trace - target))[..., None, None]
+            # both Gram matrices first: with tied factors, writing one gradient must not be seen by the other
+            gram_k = scale_coefficient * (w_k @ w_k.mT)
+            gram_q = scale_coefficient * (w_q @ w_q.mT).sum(-3, keepdim=True)
+            if self.wanted[0]:
+                gradients(queries).add_product_(gram_k, w_q, pull, w_k)
+            if self.wanted[1]:
+                gradients(keys).add_product_(gram_q, w_k, pull, w_q)
         for store in stores.values():
             store.finish()
 
@@ -305,8 +319,36 @@ def _stack(views: list[Tensor]) -> Tensor:
     return stacked.float() if stacked.dtype in (torch.bfloat16, torch.float16) else stacked
 
 
-def _add(views: list[Tensor], gradient: Tensor) -> None:
-    torch._foreach_add_(views, [part.to(view.dtype) for view, part in zip(views, gradient.unbind(0), strict=True)])
+class _Target:
+    """Gradients (S, G, R or 1, K, D) to add to: one in place, several through a stack."""
+
+    def __init__(self, views: list[Tensor]) -> None:
+        self.views = views
+
+    def add_(self, gradient: Tensor) -> None:
+        parts = [part.to(view.dtype) for view, part in zip(self.views, gradient.unbind(0), strict=True)]
+        torch._foreach_add_(self.views, parts)
+
+    def add_product_(self, gram: Tensor, weight: Tensor, pull: Tensor, other: Tensor) -> None:
+        """Adds gram @ weight + pull · other, the latter summed over R where the gradient is shared by R heads."""
+        shared = self.views[0].shape[-3] == 1 < other.shape[-3]
+        view = self.views[0]
+        if len(self.views) > 1 or view.dtype != weight.dtype or not _flattens(view):
+            product = gram @ weight
+            self.add_(product.add_((other * pull).sum(-3, keepdim=True)) if shared else product.addcmul_(other, pull))
+            return
+        # one large module: accumulate into its gradient without a copy of its size
+        heads, (k, d) = view.shape[0] * view.shape[1], view.shape[-2:]
+        flat = view.view(heads, k, d)
+        grams = gram[0].expand(*view.shape[:2], k, k).reshape(heads, k, k)
+        flat.baddbmm_(grams, weight[0].reshape(heads, k, d))
+        for r in range(other.shape[-3] if shared else 1):
+            view.addcmul_(other[0, :, r : r + 1] if shared else other[0], pull[0, :, r : r + 1] if shared else pull[0])
+
+
+def _flattens(view: Tensor) -> bool:
+    """Whether the two head dimensions can be one without copying."""
+    return view.shape[1] == 1 or view.stride(0) == view.shape[1] * view.stride(1)
 
 
 def _joint_gradient(
@@ -317,24 +359,3 @@ def _joint_gradient(
     pull = mean_coefficient * (w.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) - target)
     gradient.diagonal(dim1=-2, dim2=-1).add_(pull)
     return gradient
-
-
-def _factor_gradients(
-    w_q: Tensor,
-    w_k: Tensor,
-    scale_coefficient: float | Tensor,
-    mean_coefficient: float | Tensor,
-    target: float,
-    wanted: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of w_q (S, G, R, K, D) and w_k (S, G, 1, K, D)."""
-    trace = torch.matmul(w_q.flatten(-2).unsqueeze(-2), w_k.flatten(-2).unsqueeze(-1))[..., 0, 0]  # (S, G, R)
-    pull = (mean_coefficient * (trace - target))[..., None, None]
-    of_q = of_k = None
-    if wanted[0]:
-        of_q = (scale_coefficient * (w_k @ w_k.mT)) @ w_q
-        of_q.addcmul_(w_k, pull)
-    if wanted[1]:
-        of_k = (scale_coefficient * (w_q @ w_q.mT).sum(-3, keepdim=True)) @ w_k
-        of_k.add_((w_q * pull).sum(-3, keepdim=True)) if w_q.shape[-3] > 1 else of_k.addcmul_(w_q, pull)
-    return of_q, of_k

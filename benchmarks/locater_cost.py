@@ -1,0 +1,144 @@
+"""What LocAteR costs: its closed form beside dense autograd, and beside a training step.
+
+On a GPU: 12 layers × 12 heads of 64 × 768 (GPT-2 small, a step at 32 × 1,024 tokens) and 32 × 32 heads of 128 × 4096
+(Llama-7B's shape, float32 weights, TF32 products), with extra memory and the ratio to the memory traffic it cannot
+avoid. On a CPU: the first, against dense autograd.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+from torch import nn
+
+from locater import LocAteR
+
+
+class Projections(nn.Module):
+    """The part of an attention layer that LocAteR sees."""
+
+    def __init__(self, heads: int, width: int, d_model: int) -> None:
+        super().__init__()
+        self.num_heads, self.scale = heads, width**-0.5
+        self.q_proj = nn.Linear(d_model, heads * width, bias=False)
+        self.k_proj = nn.Linear(d_model, heads * width, bias=False)
+
+
+def stack(layers: int, heads: int, width: int, d_model: int, device: str) -> nn.Module:
+    with torch.device(device):
+        model = nn.ModuleList(Projections(heads, width, d_model) for _ in range(layers))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model
+
+
+def milliseconds(run, device: str, repeats: int) -> float:
+    """The median, after a warm-up."""
+    times = []
+    for repeat in range(repeats + 3):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if repeat >= 3:
+            times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def extra_memory(run) -> float:
+    """MB above what is there before, at the peak."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def dense_autograd(reg: LocAteR):
+    """What one would write: form every W_QK, sum the penalty, backward; layer by layer, so that it fits."""
+
+    def run() -> None:
+        for attention in reg.attentions:
+            w = attention.qk().dense()
+            trace = w.diagonal(dim1=-2, dim2=-1).sum(-1)
+            (reg.scale_strength * w.square().sum() + reg.mean_strength * (trace - 1).square().sum()).backward()
+
+    return run
+
+
+def report(name: str, shape: tuple[int, int, int, int], device: str, repeats: int) -> float:
+    model = stack(*shape, device)
+    reg = LocAteR(model, scale_strength=1e-4, mean_strength=1e-4)
+    closed = milliseconds(reg.add_gradient_, device, repeats)
+    dense = milliseconds(dense_autograd(reg), device, max(3, repeats // 10))
+    line = f"{name}: closed form {closed:.2f} ms, dense autograd {dense:.1f} ms, ratio {dense / closed:.0f}"
+    weights = sum(parameter.numel() * 4 for parameter in model.parameters())
+    if device == "cuda":
+        one_layer = weights / shape[0] / 1e6
+        # read both weights for the Gram matrices and again for the products, read and write both gradients
+        limit = 1e3 * 4 * weights / bandwidth()
+        extra, dense_extra = extra_memory(reg.add_gradient_), extra_memory(dense_autograd(reg))
+        line += (
+            f"; extra memory {extra:.0f} MB, dense {dense_extra:.0f} MB (one layer's W_Q, W_K: {one_layer:.0f} MB); "
+            f"{closed / limit:.1f} times the {limit:.2f} ms of its traffic"
+        )
+    print(line, flush=True)
+    return closed
+
+
+def bandwidth() -> float:
+    """Bytes per second of a large copy, read and written."""
+    a = torch.empty(1 << 28, device="cuda")
+    b = torch.empty_like(a)
+    return 2 * a.numel() * 4 / (1e-3 * milliseconds(lambda: b.copy_(a), "cuda", 10))
+
+
+def gpt2_step(batch: int, tokens: int) -> float:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa", use_cache=False)).cuda().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    ids = torch.randint(0, 50257, (batch, tokens), device="cuda")
+
+    def run() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+
+    plain = milliseconds(run, "cuda", 5)
+    reg = LocAteR(model, scale_strength=1e-4, mean_strength=1e-4).attach(optimizer)
+    attached = milliseconds(run, "cuda", 5)
+    alone = milliseconds(reg.add_gradient_, "cuda", 50)
+    print(
+        f"GPT-2 small, {batch} × {tokens} tokens, bf16 autocast: a step {plain:.1f} ms, with LocAteR {attached:.1f} ms; "
+        f"LocAteR alone {alone:.2f} ms, {100 * alone / plain:.2f}% of a step",
+        flush=True,
+    )
+    return plain
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    device = parser.parse_args().device
+    torch.manual_seed(0)
+    if device == "cuda":
+        print(torch.cuda.get_device_name(), torch.__version__)
+    small = report("12 × 12 heads of 64 × 768, float32", (12, 12, 64, 768), device, 50 if device == "cuda" else 10)
+    if device == "cuda":
+        step = gpt2_step(32, 1024)
+        torch.set_float32_matmul_precision("high")  # TF32
+        large = report("32 × 32 heads of 128 × 4096, TF32", (32, 32, 128, 4096), device, 20)
+        print(f"claims: {small:.2f} ≤ 0.6 ms, {100 * small / step:.2f} ≤ 1% of a step, {large:.2f} ≤ 8 ms")
+
+
+if __name__ == "__main__":
+    main()
