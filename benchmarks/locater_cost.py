@@ -118,7 +118,7 @@ def gpt2_step(batch: int, tokens: int) -> float:
     attached = milliseconds(run, "cuda", 5)
     alone = milliseconds(reg.add_gradient_, "cuda", 50)
     print(
-        f"GPT-2 small, {batch} × {tokens} tokens, bf16 autocast: a step {plain:.1f} ms, with LocAteR {attached:.1f} ms; "
+        f"GPT-2 small, {batch} × {tokens} tokens, bf16: a step {plain:.1f} ms, with LocAteR {attached:.1f} ms; "
         f"LocAteR alone {alone:.2f} ms, {100 * alone / plain:.2f}% of a step",
         flush=True,
     )

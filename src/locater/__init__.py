@@ -8,14 +8,15 @@ from locater.theory import TokenProcess, rho
 
 if TYPE_CHECKING:
     from locater.control import LocAteR
+    from locater.models import scan
     from locater.qk import QK
 
 __version__ = "0.1.0"
 
-__all__ = ["QK", "LocAteR", "LocaterError", "TokenProcess", "__version__", "rho", "theory"]
+__all__ = ["QK", "LocAteR", "LocaterError", "TokenProcess", "__version__", "rho", "scan", "theory"]
 
 # Names that need torch are imported when they are first used: the theory and the command line start without it.
-_NEEDS_TORCH = {"QK": "locater.qk", "LocAteR": "locater.control"}
+_NEEDS_TORCH = {"QK": "locater.qk", "LocAteR": "locater.control", "scan": "locater.models"}
 
 
 def __getattr__(name: str) -> Any:

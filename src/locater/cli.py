@@ -20,7 +20,7 @@ from rich.table import Table
 
 from locater import __version__
 from locater.errors import LocaterError
-from locater.files import write_file
+from locater.files import writable_folder, write_file
 
 __all__ = ["app", "main"]
 
@@ -151,6 +151,71 @@ def figure_command(
     if json_file != "-":
         for path in written:
             print(path)
+
+
+@app.command("scan")
+def scan_command(
+    model: Annotated[str, typer.Argument(help="A folder, a .safetensors, .gguf, .bin or .pt file, or a hub id.")],
+    offset: Annotated[float, typer.Option(help="Under RoPE: key position minus query position.")] = 0.0,
+    average_offsets: Annotated[
+        int | None, typer.Option(help="Under RoPE: average W_QK over that many offsets from 0 down.")
+    ] = None,
+    fold_norm: Annotated[bool, typer.Option("--fold-norm", help="Fold in the norm before attention.")] = False,
+    tokens: Annotated[int, typer.Option(help="Length of the walk behind the regime.")] = 64,
+    top: Annotated[int, typer.Option(min=1, help="How many heads to show.")] = 20,
+    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the whole table.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="DIR", help="Draw maps and eigenvalues.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """The query-key spectrum of every head of a model, the largest logits first."""
+    from locater.models import scan, spectra
+
+    if plot is not None:
+        writable_folder(plot)
+    options: dict[str, Any] = {"offset": offset, "average_offsets": average_offsets, "fold_norm": fold_norm}
+    with _progress("scanning"):
+        table = scan(model, tokens=tokens, **options)
+        written: list[Path] = []
+        if plot is not None:
+            written = _plot_scan(table, spectra(model, **options), model, plot)
+    if csv is not None:
+        write_file(csv, table.to_csv(index=False).encode())
+    if json_file is not None:
+        rows = [{key: None if cell != cell else cell for key, cell in row.items()} for row in table.to_dict("records")]
+        _write_json(json_file, {"model": model, **options, "tokens": tokens, "heads": rows})
+    if json_file == "-":
+        return
+    counts = table["regime"].value_counts()
+    console = _out()
+    console.print(
+        f"{model}: {len(table)} heads in {table['module'].nunique()} attention modules; "
+        + ", ".join(f"{count} {name}" for name, count in counts.items()),
+        highlight=False,
+    )
+    shown = table.assign(_size=table["spectral_norm"] * table["logit_scale"].abs()).nlargest(top, "_size")
+    columns = ("layer", "kind", "head", "trace", "scale", "xi", "spectral_norm", "effective_rank", "symmetric_share")
+    records = [
+        {name: row[name] for name in (*columns, "r", "regime")} for row in shown.to_dict("records")
+    ]  # fmt: skip
+    if table["kind"].nunique() == 1:
+        records = [{name: cell for name, cell in row.items() if name != "kind"} for row in records]
+    console.print(_table(records, "", box=SIMPLE_HEAD))
+    for path in written:
+        print(path)
+
+
+def _plot_scan(table: Any, modules: Any, model: str, folder: Path) -> list[Path]:
+    """Maps of all heads, eigenvalues of at most twelve modules spread over the model."""
+    from locater.figures import draw_scan
+
+    names = list(dict.fromkeys(table["module"]))
+    chosen = {names[round(k * (len(names) - 1) / min(11, max(1, len(names) - 1)))] for k in range(min(12, len(names)))}
+    eigenvalues = [
+        (f"{spectrum.attention.kind} {spectrum.attention.layer}", spectrum.eigenvalues().cpu().numpy())
+        for spectrum in modules
+        if spectrum.attention.module in chosen
+    ]
+    return draw_scan(table, eigenvalues, Path(model).name, folder)
 
 
 @app.command("study")

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import lightning
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from zoo import VOCABULARY, build
 
 from locater import LocAteR
 from locater.control.hf import LocAteRCallback
 from locater.control.lightning import LocAteRCallback as LightningCallback
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
-from zoo import VOCABULARY, build
 
 STEPS, BATCH, TOKENS, RATE = 5, 2, 7, 1e-2
 

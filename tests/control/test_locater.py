@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from zoo import FAMILIES, build
 
 from locater import LocAteR, LocaterError
 from locater.models import attentions
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
-from zoo import FAMILIES, build
 
 
 class Joint(nn.Module):

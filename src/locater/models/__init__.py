@@ -1,6 +1,22 @@
 """Where are W_Q and W_K in this model?"""
 
 from locater.models.attention import Alibi, Attention, Norm, Projection, RelativeBias, Rope
+from locater.models.covariance import covariances
 from locater.models.registry import Site, attentions, register
+from locater.models.scan import Spectra, scan, spectra
 
-__all__ = ["Alibi", "Attention", "Norm", "Projection", "RelativeBias", "Rope", "Site", "attentions", "register"]
+__all__ = [
+    "Alibi",
+    "Attention",
+    "Norm",
+    "Projection",
+    "RelativeBias",
+    "Rope",
+    "Site",
+    "Spectra",
+    "attentions",
+    "covariances",
+    "register",
+    "scan",
+    "spectra",
+]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.models.attention import Attention
 
-__all__ = ["Family", "Site", "attentions", "family", "register"]
+__all__ = ["Family", "Site", "attentions", "family", "known_checkpoints", "register"]
 
 
 class Tensors(Protocol):
@@ -33,7 +33,6 @@ class Site:
     config: Mapping[str, Any]
     tensors: Tensors
     module: nn.Module | None = None  # where the model is live
-    siblings: tuple[str, ...] = field(default=(), repr=False)  # names of the family's other modules
 
     @property
     def layer(self) -> int:
@@ -104,6 +103,13 @@ def family(*, module: nn.Module | None = None, checkpoint: str | None = None) ->
                     return candidate
         return None
     return next((candidate for candidate in _FAMILIES if checkpoint in candidate.checkpoints), None)
+
+
+def known_checkpoints() -> list[str]:
+    """Every model_type that some family reads."""
+    from locater.models import families  # noqa: F401  registers the built-in ones
+
+    return sorted({name for candidate in _FAMILIES for name in candidate.checkpoints})
 
 
 class _LiveTensors:

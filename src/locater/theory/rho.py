@@ -19,7 +19,16 @@ from locater.theory._checks import Array
 from locater.theory.law import Spectral, Spectrum, inside_unit_interval, spectrum_of
 from locater.theory.process import TokenProcess
 
-__all__ = ["Moments", "focus_limit", "moments", "normal_spectrum", "rho", "rho_curve", "rho_curve_slope"]
+__all__ = [
+    "Moments",
+    "focus_limit",
+    "gaussian_rho",
+    "moments",
+    "normal_spectrum",
+    "rho",
+    "rho_curve",
+    "rho_curve_slope",
+]
 
 METHODS = ("exact", "gaussian", "asymptotic", "printed", "montecarlo")
 
@@ -64,7 +73,7 @@ def rho(
     if method == "exact":
         return inside_unit_interval(law.form(process), process.tokens, temperature)
     if method == "gaussian":
-        return _normal_in_unit_interval(*_exact_moments(law, process, temperature))
+        return gaussian_rho(law.trace, law.scale, law.trace_square, process, temperature)
     if method == "montecarlo":
         from locater.theory.simulate import rho_by_walks
 
@@ -98,11 +107,23 @@ def moments(
     return _large_t_moments(law, process, temperature, form)
 
 
+def gaussian_rho(
+    trace: ArrayLike, scale: ArrayLike, trace_square: ArrayLike, process: TokenProcess, temperature: float
+) -> Array:
+    """ρ of a normal law with the exact moments, from tr W, tr(W_QK Σ W_QKᵀ Σ) and tr W² (...): (..., tokens)."""
+    t, p, q = (np.asarray(value, dtype=np.float64) for value in (trace, scale, trace_square))
+    return _normal_in_unit_interval(*_moments_of(t, p, q, process, temperature))
+
+
 def _exact_moments(law: Spectrum, process: TokenProcess, temperature: float) -> Moments:
+    return _moments_of(law.trace, law.scale, law.trace_square, process, temperature)
+
+
+def _moments_of(trace: Array, scale: Array, trace_square: Array, process: TokenProcess, temperature: float) -> Moments:
     s, c, k = process.centred_variance, process.query_covariance, process.query_variance
     unit = 1 / (temperature * process.tokens)
-    mean = 1 / process.tokens + c * law.trace[..., None] * unit
-    variance = (s * k * law.scale[..., None] + c**2 * law.trace_square[..., None]) * unit**2
+    mean = 1 / process.tokens + c * trace[..., None] * unit
+    variance = (s * k * scale[..., None] + c**2 * trace_square[..., None]) * unit**2
     return Moments(mean, variance)
 
 

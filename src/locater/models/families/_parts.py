@@ -144,6 +144,8 @@ def rope_from(parameters: Mapping[str, Any], dim: int, site: Site, *, interleave
         return Rope(frequency / parameters["factor"], interleaved)
     if kind == "llama3":
         return Rope(_llama3(frequency, parameters), interleaved)
+    if kind == "factors":  # GGUF stores Llama 3.1's as a divisor for each frequency
+        return Rope(frequency / torch.tensor(parameters["factors"], dtype=torch.float64), interleaved)
     raise LocaterError(
         f"{site.name} uses rotary embeddings of type {kind!r}, which change with the length of the text; "
         "locater reads default, linear and llama3"

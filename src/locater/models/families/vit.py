@@ -10,7 +10,7 @@ from locater.models.registry import Site, register
 @register(
     "ViTAttention",
     checkpoints=("vit",),
-    paths=(r"(?:.*\.)?layers?\.\d+\.attention\.attention", r"(?:.*\.)?layers?\.\d+\.attention"),
+    paths=(r"(?:.*\.)?layers?\.\d+\.attention(?:\.attention)?(?=\.(?:q_proj|query)\.)",),
 )
 def read(site: Site) -> Attention:
     heads = Heads.of(site)

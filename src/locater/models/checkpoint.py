@@ -1,0 +1,171 @@
+"""Checkpoints read lazily: tensor by tensor, the model never built, other weights never read.
+
+A checkpoint is tensors by name and a configuration. Folders of safetensors (sharded or not), single files, GGUF and
+pickled weights (only with torch's weights_only reader) look alike from here on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from locater.errors import LocaterError, require
+from locater.models.attention import Attention
+from locater.models.registry import Site, family, known_checkpoints
+
+__all__ = ["Checkpoint", "open_checkpoint"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Names, a way to load one tensor, and the configuration."""
+
+    origin: str
+    config: Mapping[str, Any]
+    names: frozenset[str]
+    load: Callable[[str], Tensor]
+
+    def get(self, name: str) -> Tensor | None:
+        if name not in self.names:
+            return None
+        tensor = self.load(name)
+        if not torch.isfinite(tensor).all():
+            raise LocaterError(f"{name} in {self.origin} has NaN or infinite entries; its spectrum does not exist")
+        return tensor
+
+    def attentions(self) -> Iterator[Attention]:
+        """Every attention module, one at a time: only its query and key weights are in memory."""
+        config = self.config
+        known = family(checkpoint=config.get("model_type"))
+        if known is None and isinstance(config.get("text_config"), Mapping):
+            config = config["text_config"]  # the language half of a multimodal model
+            known = family(checkpoint=config.get("model_type"))
+        if known is None:
+            raise LocaterError(
+                f"{self.origin} is of type {self.config.get('model_type')!r}, which locater does not know; it knows "
+                f"{', '.join(known_checkpoints())}: register the family with locater.models.register"
+            )
+        pattern = re.compile("|".join(f"(?:{path})" for path in known.paths))
+        found = {match.group(0) for name in self.names if (match := pattern.match(name)) and name[match.end()] == "."}
+        if not found:
+            raise LocaterError(f"{self.origin} has no attention module of {config.get('model_type')}")
+        for name in sorted(found, key=_natural):
+            yield known.read(Site(name, config, self))
+
+
+def _natural(name: str) -> tuple[bool, list[tuple[int, str]]]:
+    """The encoder before the decoder, layers.2 before layers.10."""
+    parts = name.split(".")
+    return "decoder" in parts, [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """A folder, a .safetensors, .gguf, .bin or .pt file, or the id of a model on the Hugging Face hub."""
+    if not isinstance(path, (str, Path)):
+        raise LocaterError(f"expected a model, a path or a hub id, got {type(path).__name__}")
+    place = Path(path)
+    if place.is_dir():
+        return _folder(place)
+    if place.is_file():
+        kind = place.suffix
+        if kind == ".gguf":
+            from locater.models.gguf import open_gguf
+
+            return open_gguf(place)
+        if kind == ".safetensors":
+            return _safetensors([place], place.parent)
+        if kind in (".bin", ".pt", ".pth"):
+            return _pickled([place], place.parent)
+        raise LocaterError(f"{place} is not a checkpoint locater reads: .safetensors, .gguf, .bin, .pt or a folder")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not place.parent.exists():
+        return _folder(_from_hub(str(path)))
+    raise LocaterError(f"{path} does not exist; give a folder, a file, or a hub id like organisation/model")
+
+
+def _from_hub(name: str) -> Path:
+    hub = require("huggingface_hub", "hf")
+    try:
+        return Path(hub.snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+    except Exception as error:  # the hub's own errors have many classes
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise LocaterError(f"{name} is no local path and could not be fetched from the hub: {reason}") from error
+
+
+def _folder(folder: Path) -> Checkpoint:
+    for suffix, read in ((".safetensors", _safetensors), (".bin", _pickled)):
+        index = next(iter(sorted(folder.glob(f"*{suffix}.index.json"))), None)
+        if index is not None:
+            shards = sorted({folder / shard for shard in _json(index).get("weight_map", {}).values()})
+            missing = [shard.name for shard in shards if not shard.exists()]
+            if missing:
+                raise LocaterError(f"{folder} lacks {missing[0]}, which {index.name} names; fetch it again")
+            return read(shards, folder)
+        files = sorted(folder.glob(f"*{suffix}"))
+        if files:
+            return read(files, folder)
+    gguf_files = sorted(folder.glob("*.gguf"))
+    if gguf_files:
+        return open_checkpoint(gguf_files[0])
+    raise LocaterError(f"{folder} has no .safetensors, .bin or .gguf file")
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    path = folder / "config.json"
+    if not path.exists():
+        raise LocaterError(f"{folder} has no config.json, which says how many heads there are and of what kind")
+    return _json(path)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise LocaterError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise LocaterError(f"{path} should hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _safetensors(files: list[Path], folder: Path) -> Checkpoint:
+    from safetensors import SafetensorError, safe_open
+
+    where: dict[str, Path] = {}
+    for file in files:
+        try:
+            with safe_open(file, "pt") as handle:
+                where.update(dict.fromkeys(handle.keys(), file))
+        except (SafetensorError, OSError) as error:
+            raise LocaterError(f"{file} is truncated or not a safetensors file: {error}") from error
+
+    def load(name: str) -> Tensor:
+        # opened for each tensor: what was mapped is given back at once
+        with safe_open(where[name], "pt") as handle:
+            tensor: Tensor = handle.get_tensor(name)
+            return tensor
+
+    return Checkpoint(str(folder), _config(folder), frozenset(where), load)
+
+
+def _pickled(files: list[Path], folder: Path) -> Checkpoint:
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # a pickle can fail in any way; none of its code has run
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise LocaterError(
+                f"{file} cannot be read without running code it may carry (weights_only): {reason:.200}; "
+                "save it as safetensors"
+            ) from error
+        state = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else None
+        if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+            raise LocaterError(f"{file} holds no state dict of tensors")
+        tensors.update(state)
+    return Checkpoint(str(folder), _config(folder), frozenset(tensors), tensors.__getitem__)

@@ -1,0 +1,183 @@
+"""scan: the query-key spectrum of every head of a model, live or on disk, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from locater.errors import LocaterError
+from locater.models.attention import Attention
+from locater.models.registry import attentions
+from locater.qk import QK
+from locater.theory import TokenProcess, regime
+from locater.theory.rho import gaussian_rho
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Spectra", "scan", "spectra"]
+
+
+@dataclass(frozen=True)
+class Spectra:
+    """One attention module's heads: W_QK (G, R) as it was asked for, in float64."""
+
+    attention: Attention
+    qk: QK
+
+    def eigenvalues(self) -> Tensor:
+        """(heads, d_head), complex."""
+        return self.qk.eigenvalues().flatten(0, 1)
+
+
+def spectra(
+    model_or_path: nn.Module | str | Path,
+    *,
+    offset: float = 0.0,
+    average_offsets: int | None = None,
+    fold_norm: bool = False,
+    covariance: Tensor | Mapping[str, Tensor] | None = None,
+) -> Iterator[Spectra]:
+    """W_QK of every attention module, one at a time; the arguments are those of `scan`."""
+    if average_offsets is not None and (average_offsets < 1 or offset != 0):
+        raise LocaterError("average_offsets must be a positive whole number, and offset 0 with it")
+    modules: Iterable[Attention]
+    if isinstance(model_or_path, nn.Module):
+        modules = attentions(model_or_path)
+    else:
+        from locater.models.checkpoint import open_checkpoint
+
+        modules = open_checkpoint(model_or_path).attentions()
+    with torch.no_grad():
+        for attention in modules:
+            if average_offsets is None:
+                qk = attention.qk_at(offset, fold_norm=fold_norm)
+            else:
+                qk = attention.qk_mean(average_offsets, fold_norm=fold_norm)
+            qk = QK(qk.w_q.double(), qk.w_k.double())
+            yield Spectra(attention, _through(qk, attention.module, covariance))
+
+
+def _through(qk: QK, module: str, covariance: Tensor | Mapping[str, Tensor] | None) -> QK:
+    """W_QK seen through Σ^½ on both sides: the invariants of W = W_QK Σ."""
+    sigma = covariance.get(module) if isinstance(covariance, Mapping) else covariance
+    if sigma is None:
+        if covariance is not None:
+            raise LocaterError(f"the covariances name no module {module}")
+        return qk
+    if tuple(sigma.shape) != (qk.d_model, qk.d_model):
+        raise LocaterError(
+            f"the covariance for {module} must be {qk.d_model} × {qk.d_model}, got shape {tuple(sigma.shape)}"
+        )
+    values, vectors = torch.linalg.eigh(sigma.to(qk.w_q))
+    if bool(values[0] < -1e-7 * values[-1]):
+        raise LocaterError(f"the covariance for {module} must be positive semidefinite, it has {values[0]:.6g}")
+    root = vectors * values.clamp(min=0).sqrt()
+    return QK(qk.w_q @ root, qk.w_k @ root)
+
+
+def scan(
+    model_or_path: nn.Module | str | Path,
+    *,
+    offset: float = 0.0,
+    average_offsets: int | None = None,
+    fold_norm: bool = False,
+    covariance: Tensor | Mapping[str, Tensor] | None = None,
+    tokens: int = 64,
+    progress: Callable[[Attention], None] | None = None,
+) -> pd.DataFrame:
+    """A row for every query head of a live model, a checkpoint on disk, or a hub id.
+
+    offset
+        under RoPE, the position of the key minus that of the query (0 or negative for causal attention)
+    average_offsets
+        instead, W_QK averaged over that many offsets from 0 down
+    fold_norm
+        fold the gain (and centring) of the norm before attention into W_Q and W_K
+    covariance
+        Σ of the states that enter attention, (d_model, d_model), or one for each module by name
+        (`locater.models.covariances` estimates them); the identity if not given
+    tokens
+        length of the random walk for which `regime` and `rho_*` are computed
+
+    The columns: module, kind (self, cross, encoder, decoder), layer, head, key_head, d_head, d_model, logit_scale;
+    trace tr W_QK, scale tr(W_QKᵀW_QK), trace_square tr W_QK²; xi = trace/√scale, eta = √scale · logit_scale,
+    r = xi · eta; eigenvalue_mean = trace/d_model, eigenvalue_variance = scale/d_model − mean² (Eq. 8); spectral_norm,
+    effective_rank (the exponential of the entropy of the singular values), symmetric_share (of ‖W_QK‖²); regime, from
+    ρ at the first, middle and last token (rho_first, rho_middle, rho_last; a normal law with exact moments); rope,
+    qk_norm, softcap. With QK-norm the logits do not grow with W_QK: regime is then that of the raw weights.
+    """
+    import pandas as pd
+
+    process = TokenProcess.random_walk(tokens)
+    frames = []
+    for spectrum in spectra(
+        model_or_path, offset=offset, average_offsets=average_offsets, fold_norm=fold_norm, covariance=covariance
+    ):
+        frames.append(pd.DataFrame(_rows(spectrum, process)))
+        if progress is not None:
+            progress(spectrum.attention)
+    return pd.concat(frames, ignore_index=True)
+
+
+def _rows(spectrum: Spectra, process: TokenProcess) -> dict[str, Any]:
+    """The table of one module, by columns."""
+    attention, qk = spectrum.attention, spectrum.qk
+    groups, per_group = qk.shape
+    heads = groups * per_group
+
+    def column(values: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.asarray(values.expand(groups, per_group).reshape(-1).cpu())
+
+    trace, scale, square = column(qk.trace()), column(qk.scale()), column(qk.trace_square())
+    singular = _singular_values(qk)
+    share = singular / singular.sum(-1, keepdim=True).clamp(min=1e-300)
+    root = np.sqrt(np.maximum(scale, 1e-300))
+    rho = gaussian_rho(trace, scale, square, process, 1 / abs(attention.scale))
+    mean = trace / qk.d_model
+    return {
+        "module": attention.module,
+        "kind": attention.kind,
+        "layer": attention.layer,
+        "head": np.arange(heads),
+        "key_head": np.arange(heads) // per_group,
+        "d_head": qk.d_head,
+        "d_model": qk.d_model,
+        "logit_scale": attention.scale,
+        "trace": trace,
+        "scale": scale,
+        "trace_square": square,
+        "xi": trace / root,
+        "eta": root * attention.scale,
+        "r": trace * attention.scale,
+        "eigenvalue_mean": mean,
+        "eigenvalue_variance": scale / qk.d_model - mean**2,
+        "spectral_norm": column(singular[..., 0]),
+        "effective_rank": column(torch.special.entr(share).sum(-1).exp()),
+        "symmetric_share": 0.5 * (1 + square / np.maximum(scale, 1e-300)),
+        "regime": regime(rho),
+        "rho_first": rho[:, 0],
+        "rho_middle": rho[:, len(rho[0]) // 2],
+        "rho_last": rho[:, -1],
+        "rope": attention.rope is not None,
+        "qk_norm": attention.query_norm is not None,
+        "softcap": attention.softcap,
+    }
+
+
+def _singular_values(qk: QK) -> Tensor:
+    """(G, R, K), descending, through the Gram matrices: absolute error about 1e-8 of the largest.
+
+    With W_Q W_Qᵀ = U diag(s) Uᵀ, the squares are the eigenvalues of √s Uᵀ (W_K W_Kᵀ) U √s. It costs K × K
+    decompositions where a QR of the factors would cost D × K ones.
+    """
+    values, vectors = torch.linalg.eigh(qk.w_q @ qk.w_q.mT)
+    root = vectors * values.clamp(min=0).sqrt()[..., None, :]
+    squares: Tensor = torch.linalg.eigvalsh(root.mT @ (qk.w_k @ qk.w_k.mT) @ root)
+    return squares.clamp(min=0).sqrt().flip(-1)
