@@ -32,6 +32,7 @@ def test_the_python_snippets_run_in_order_and_print_what_their_comments_say(caps
     assert float(out.splitlines()[1]) == pytest.approx(0.28, abs=0.005)
     assert out.splitlines()[2] == "torch.Size([12]) torch.Size([12]) torch.Size([12, 64])"
     assert names["values"].shape == (40,)
+    assert len(names["table"]) == 64
 
 
 @pytest.mark.parametrize("command", [line for line in commands() if line.startswith("locater")])
@@ -55,3 +56,22 @@ def test_every_command_is_one_of_those_tested():
 def test_linked_files_exist():
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", README):
         assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+def test_tests_and_files_that_the_documentation_names_exist(page):
+    text = (ROOT / "docs" / page).read_text()
+    for file, name in re.findall(r"`([\w./]+\.py)::(\w+)`", text):
+        place = ROOT / file if file.startswith("tests/") else ROOT / "tests" / "theory" / file
+        assert f"def {name}(" in place.read_text(), f"{file}::{name}"
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (ROOT / "docs" / target).exists(), target
+
+
+@pytest.mark.parametrize("page", ["models.md", "locater.md"])
+def test_the_python_of_the_how_to_pages_runs(page, tmp_path, monkeypatch):
+    text = (ROOT / "docs" / page).read_text()
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
+        exec(compile(block, page, "exec"), names)

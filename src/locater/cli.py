@@ -215,7 +215,7 @@ def _plot_scan(table: Any, modules: Any, model: str, folder: Path) -> list[Path]
         for spectrum in modules
         if spectrum.attention.module in chosen
     ]
-    return draw_scan(table, eigenvalues, Path(model).name, folder)
+    return draw_scan(table, eigenvalues, "/".join(Path(model).parts[-2:]), folder)
 
 
 @app.command("study")

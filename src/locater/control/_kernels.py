@@ -44,9 +44,9 @@ def _address(table, index, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @_jit
 @no_type_check
-def _tile(pointer, rows, columns, row_stride, column_stride, K: tl.constexpr, D):
+def _tile(pointer, rows, columns, row_stride, column_stride, height, width):
     offsets = rows[:, None] * row_stride + columns[None, :] * column_stride
-    return tl.load(pointer + offsets, mask=(rows[:, None] < K) & (columns[None, :] < D), other=0.0)
+    return tl.load(pointer + offsets, mask=(rows[:, None] < height) & (columns[None, :] < width), other=0.0)
 
 
 @_jit
@@ -85,7 +85,7 @@ def _gram_kernel(
     else:
         w_q = _address(table, s, WEIGHT, ALIGNED) + g * q_g
         for r in range(R):
-            trace = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)  # reduced once, at the end
+            trace = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)  # summed at the end
             for i in tl.range(0, STEPS, num_stages=STAGES):
                 mine = _tile(w_q + r * q_r, rows, start + i * BLOCK_D, q_k, q_d, K, D).to(OPERAND)
                 key = _tile(w_k, rows, start + i * BLOCK_D, k_k, k_d, K, D)
@@ -109,21 +109,18 @@ def _add_product(
     PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """gradient += scale · gram @ weight + Σ over OTHERS of mean · (trace − target) · other: one tile of it."""
-    total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    total = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
     for c in tl.range(0, K, BLOCK_C, num_stages=STAGES):
         inner = c + tl.arange(0, BLOCK_C)
-        left = _tile(gram, rows, inner, K, 1, K, K)
-        # Half weights are widened, and multiply in TF32: they are exact in it, the Gram matrix to 2^-11, which is
-        # what such weights are known to.
-        right = _tile(weight, inner, ds, w_k, w_d, K, D).to(tl.float32)
+        left = _tile(weight, ds, inner, w_d, w_k, D, K).to(tl.float32) * scale
+        right = tl.trans(_tile(gram, rows, inner, K, 1, K, K))
         total = tl.dot(left, right, total, input_precision=PRECISION)
-    total *= scale
     part = tl.arange(0, PARTS)
     for r in range(OTHERS):
         trace = tl.sum(tl.load(traces + r * parts + part, mask=part < parts, other=0.0), 0)
-        total += mean * (trace - target) * _tile(other + r * o_r, rows, ds, o_k, o_d, K, D).to(tl.float32)
-    at = gradient + rows[:, None] * g_k + ds[None, :] * g_d
-    mask = (rows[:, None] < K) & (ds[None, :] < D)
+        total += mean * (trace - target) * _tile(other + r * o_r, ds, rows, o_d, o_k, D, K).to(tl.float32)
+    at = gradient + ds[:, None] * g_d + rows[None, :] * g_k
+    mask = (ds[:, None] < D) & (rows[None, :] < K)
     total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
     tl.store(at, total.to(gradient.dtype.element_ty), mask=mask)
 
@@ -228,7 +225,7 @@ def add_gradients_(
     sides = [(0, heads)] * (g_q is not None) + [(heads, 1)] * (g_k is not None)  # first head, how many
     if g_q is not None and g_k is not None and all(a.data_ptr() != b.data_ptr() for a, b in zip(g_q, g_k, strict=True)):
         sides = [(0, heads + 1)]  # one launch, in which each weight is read from memory once
-    gram_blocks, update_blocks = _blocks(k, w_q[0].dtype != torch.float32, _tf32())
+    gram_blocks, update_blocks = _blocks(k, w_q[0].dtype != torch.float32)
     common = {"K": k, "R": heads, "WEIGHT": weight, "ALIGNED": aligned}
     # the interpreter would multiply the bits of bfloat16
     gram_blocks["OPERAND"] = tl.float32 if _INTERPRETED else weight
@@ -279,32 +276,25 @@ def _dtype(tensor: Tensor) -> Any:
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[tensor.dtype]
 
 
-def _blocks(k: int, half: bool, tf32: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tile sizes of the two kernels."""
+def _blocks(k: int, half: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tiles of the two kernels: what leaves room for 16 warps on a multiprocessor at 128 registers a thread."""
+    # Since 2.9 the older switch raises once the newer is used.
+    matmul: Any = torch.backends.cuda.matmul
+    switch = getattr(matmul, "fp32_precision", None)
+    tensor_cores = half or (matmul.allow_tf32 if switch is None else switch == "tf32")
     block_k = triton.next_power_of_2(k)
-    block_m = min(block_k, 128)
-    warps = {16: 1, 32: 2, 64: 4, 128: 8}[block_m]
+    large = block_k == 256
+    common = {"PRECISION": "tf32" if tensor_cores else _FULL, "num_warps": 8 if block_k >= 64 else 4}
     gram = {
         "BLOCK_K": block_k,
-        "BLOCK_M": block_m,
-        "BLOCK_D": 64 if half else 32 if tf32 else 16,
-        "PRECISION": "tf32" if tf32 else _FULL,
-        "STAGES": 3,
-        "num_warps": warps,
+        "BLOCK_M": 64 if large else block_k,
+        "BLOCK_D": 32 if tensor_cores else 16,
+        "STAGES": 2 if large else 3,
     }
     update = {
-        "BLOCK_M": block_m,
-        "BLOCK_C": min(block_k, 32 if half or tf32 else 16),
-        "BLOCK_D": 128,
-        "PRECISION": "tf32" if half or tf32 else _FULL,
+        "BLOCK_M": min(block_k, 128),
+        "BLOCK_C": min(block_k, 32 if tensor_cores else 16),
+        "BLOCK_D": 64 if block_k >= 128 else 128,
         "STAGES": 3,
-        "num_warps": warps,
     }
-    return gram, update
-
-
-def _tf32() -> bool:
-    """Whether PyTorch may multiply float32 in TF32. Since 2.9 the older switches raise once the newer is used."""
-    matmul: Any = torch.backends.cuda.matmul
-    precision = getattr(matmul, "fp32_precision", None)
-    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
+    return gram | common, update | common

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,6 +42,7 @@ def maps(table: pd.DataFrame, title: str) -> Figure:
         image = ax.imshow(grid, cmap=colours, aspect="auto", interpolation="nearest", **limits)
         figure.colorbar(image, ax=ax)
         ax.set_title(label, fontsize=9)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         _layers(ax, table, modules)
     for ax in axes[1]:
         ax.set_xlabel("head")
