@@ -128,24 +128,34 @@ def test_lower_precisions_follow_float64(dtype):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-new", "whisper", "plain, grouped", "joint, three heads"])
 def test_modules_stacked_into_one_batch_get_the_same_gradients(name):
-    """As on a GPU; on a CPU each is worked on in place."""
-    from locater.control.locater import _Group
+    """As on a GPU without Triton; on a CPU each is worked on in place."""
+    from locater.control.locater import _Coefficients
 
     model = nn.ModuleList([MODELS[name](), MODELS[name]()]).double()
     reg = regulariser(model)
     reg.add_gradient_()
     in_place = copy.deepcopy(gradients(model))
     model.zero_grad()
-    one_by_one = list(reg._groups(lambda _: True))
-    stacked = {}
-    for group in one_by_one:
-        shapes = tuple(p.weight.shape for p in (group.members[0].query or group.members[0].key, group.members[0].key))
-        stacked.setdefault(shapes, []).extend(group.members)
-    assert max(map(len, stacked.values())) > 1
-    for members in stacked.values():
-        _Group(members, (True, True)).add_gradient_(2 * reg.scale_strength, 2 * reg.mean_strength, reg.target)
+    groups = list(reg._groups(lambda _: True))
+    assert max(len(group.members) for group in groups) > 1
+    for group in groups:
+        group.add_stacked(group.members, _Coefficients(2 * reg.scale_strength, 2 * reg.mean_strength, reg.target))
     for key, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, in_place[key], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("name", MODELS)
+def test_on_a_gpu_the_gradients_are_those_of_the_cpu(name):
+    model = MODELS[name]()
+    regulariser(model).add_gradient_()
+    expected = {key: gradient.clone() for key, gradient in gradients(model).items()}
+    model.zero_grad()
+    moved = model.cuda()
+    regulariser(moved).add_gradient_()
+    for key, gradient in gradients(moved).items():
+        # float32 sums of up to a few hundred terms, in another order
+        assert (gradient.cpu() - expected[key]).norm() <= 1e-5 * expected[key].norm(), key
 
 
 def test_frozen_parameters_are_left_alone():

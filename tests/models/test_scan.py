@@ -16,7 +16,7 @@ from torch import nn
 from zoo import FAMILIES, build, inputs, recorded_logits
 
 from locater import QK, LocaterError, TokenProcess, rho, scan
-from locater.models import attentions, covariances, register, spectra
+from locater.models import Projection, attentions, covariances, register, spectra
 from locater.theory import regime
 
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
@@ -271,16 +271,12 @@ def test_a_new_family_takes_ten_lines():
             super().__init__()
             self.both = nn.Linear(12, 24, bias=False)  # k first, then q; two heads of six
 
-    from locater.models import Attention, Projection
-
     @register("OddAttention")
     def read(site):
         weight = site.tensor("both.weight")
-        return Attention(
-            module=site.name, layer=site.layer, kind="self", scale=0.5,
-            query=Projection(weight, lambda t: t[12:].unflatten(0, (2, 1, 6))),
-            key=Projection(weight, lambda t: t[:12].unflatten(0, (2, 1, 6))),
-        )  # fmt: skip
+        query = Projection(weight, lambda t: t[12:].unflatten(0, (2, 1, 6)))
+        key = Projection(weight, lambda t: t[:12].unflatten(0, (2, 1, 6)))
+        return site.attention(query, key, scale=0.5)
 
     model = nn.ModuleList([OddAttention(), OddAttention()])
     table = scan(model)

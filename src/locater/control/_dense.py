@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["gathered", "scattered_add_"]
+__all__ = ["gathered", "is_sharded", "scattered_add_"]
 
 
-def _is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements") and hasattr(tensor, "full_tensor")
 
 
 def gathered(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank; itself where it is not sharded."""
-    if not _is_sharded(tensor):
+    if not is_sharded(tensor):
         return tensor
     whole: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     return whole

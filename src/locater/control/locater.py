@@ -17,14 +17,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from locater.control._dense import gathered, scattered_add_
+from locater.control import _kernels
+from locater.control._dense import gathered, is_sharded, scattered_add_
 from locater.errors import LocaterError
 from locater.models import Attention, Projection, attentions
 
@@ -32,7 +33,7 @@ __all__ = ["LocAteR"]
 
 Schedule: TypeAlias = Callable[[int], float]
 
-_STACK_BYTES = 64 << 20  # on a GPU, modules are stacked up to this size; larger ones are worked on in place
+_STACK_BYTES = 64 << 20  # on a GPU without Triton, modules are stacked up to this size
 
 
 class LocAteR:
@@ -114,12 +115,13 @@ class LocAteR:
         factor = self._factor()
         if factor == 0 or self.scale_strength == self.mean_strength == 0:
             return
-        strengths = (2 * factor * self.scale_strength * multiplier, 2 * factor * self.mean_strength * multiplier)
+        double = 2 * factor * multiplier  # of the squares
+        coefficients = _Coefficients(double * self.scale_strength, double * self.mean_strength, self.target)
         for group in self._groups(chosen):
-            group.add_gradient_(*strengths, self.target)
+            group.add_gradient_(coefficients)
 
     def _groups(self, chosen: Callable[[Tensor], bool]) -> Iterator[_Group]:
-        """Modules of one shape with something to do, together, as many as fit into _STACK_BYTES."""
+        """Modules of one shape with something to do, together."""
         kinds: dict[Any, list[Attention]] = {}
         wanted: dict[Any, tuple[bool, bool]] = {}
         uses: Counter[int] = Counter()
@@ -135,12 +137,7 @@ class LocAteR:
             kinds.setdefault(kind, []).append(attention)
             wanted[kind] = moved[0], moved[1]
         for kind, members in kinds.items():
-            one = members[0].key.tensor
-            # on a GPU small modules wait for launches, not for arithmetic; on a CPU there are none to save
-            budget = _STACK_BYTES if one.is_cuda else 0
-            size = max(1, budget // (2 * one.numel() * one.element_size()))
-            for start in range(0, len(members), size):
-                yield _Group(members[start : start + size], wanted[kind])
+            yield _Group(members, wanted[kind])
 
     def _factor(self) -> float:
         return 1.0 if self.schedule is None else float(self.schedule(self.step))
@@ -253,6 +250,14 @@ def _projections(attention: Attention) -> list[Projection]:
     return [attention.key] if attention.query is None else [attention.query, attention.key]
 
 
+class _Coefficients(NamedTuple):
+    """scale · ½∇tr(WᵀW) + mean · ½∇(tr W − target)² is what is added; a loss scale makes them tensors."""
+
+    scale: float | Tensor
+    mean: float | Tensor
+    target: float
+
+
 @dataclass(frozen=True)
 class _Group:
     """Attention modules of one shape; the gradients of which of their factors are wanted."""
@@ -260,9 +265,35 @@ class _Group:
     members: list[Attention]
     wanted: tuple[bool, bool]  # query, key
 
-    def add_gradient_(self, scale_coefficient: float | Tensor, mean_coefficient: float | Tensor, target: float) -> None:
-        """Adds scale_coefficient · ½∇tr(WᵀW) + mean_coefficient · ½∇(tr W − target)²."""
-        stores = {id(p.tensor): _Store(p.tensor) for member in self.members for p in _projections(member)}
+    def add_gradient_(self, c: _Coefficients) -> None:
+        if self._add_by_kernels(c):
+            return
+        one = self.members[0].key.tensor
+        # on a GPU small modules wait for launches, not for arithmetic: stack them; on a CPU there are none to save
+        stacked = one.is_cuda and not is_sharded(one)
+        size = max(1, _STACK_BYTES // (2 * one.numel() * one.element_size())) if stacked else 1
+        for start in range(0, len(self.members), size):
+            self.add_stacked(self.members[start : start + size], c)
+
+    def _add_by_kernels(self, c: _Coefficients) -> bool:
+        """On a GPU with Triton: all modules in two launches, nothing of a weight's size allocated."""
+        queries = [member.query for member in self.members if member.query is not None]
+        keys = [member.key for member in self.members]
+        if not queries or not keys[0].tensor.is_cuda or is_sharded(keys[0].tensor):
+            return False
+        w_q, w_k = ([p.view(p.tensor) for p in projections] for projections in (queries, keys))
+        g_q, g_k = (
+            [p.view(_gradient_of(p.tensor)) for p in projections] if wanted else None
+            for projections, wanted in zip((queries, keys), self.wanted, strict=True)
+        )
+        if not _kernels.supported(w_q, w_k, g_q, g_k):
+            return False
+        _kernels.add_gradients_(w_q, w_k, g_q, g_k, *c)
+        return True
+
+    def add_stacked(self, members: list[Attention], c: _Coefficients) -> None:
+        """The same by batched products: one module in place, several through a stack."""
+        stores = {id(p.tensor): _Store(p.tensor) for member in members for p in _projections(member)}
 
         def weights(projections: list[Projection]) -> Tensor:
             return _stack([p.view(stores[id(p.tensor)].weight) for p in projections])
@@ -270,24 +301,29 @@ class _Group:
         def gradients(projections: list[Projection]) -> _Target:
             return _Target([p.view(stores[id(p.tensor)].gradient()) for p in projections])
 
-        keys = [member.key for member in self.members]
-        queries = [member.query for member in self.members if member.query is not None]
+        keys = [member.key for member in members]
+        queries = [member.query for member in members if member.query is not None]
         w_k = weights(keys)  # (S, G, 1, K, D)
         if not queries:
-            gradients(keys).add_(_joint_gradient(w_k, scale_coefficient, mean_coefficient, target))
+            gradients(keys).add_(_joint_gradient(w_k, c))
         else:
             w_q = weights(queries)  # (S, G, R, K, D)
             trace = torch.linalg.vecdot(w_q.flatten(-2), w_k.flatten(-2))  # (S, G, R)
-            pull = (mean_coefficient * (trace - target))[..., None, None]
-            # both Gram matrices first: with tied factors, writing one gradient must not be seen by the other
-            gram_k = scale_coefficient * (w_k @ w_k.mT)
-            gram_q = scale_coefficient * (w_q @ w_q.mT).sum(-3, keepdim=True)
+            pull = (c.mean * (trace - c.target))[..., None, None]
+            gram_k = c.scale * (w_k @ w_k.mT)
+            gram_q = c.scale * (w_q @ w_q.mT).sum(-3, keepdim=True)
             if self.wanted[0]:
                 gradients(queries).add_product_(gram_k, w_q, pull, w_k)
             if self.wanted[1]:
                 gradients(keys).add_product_(gram_q, w_k, pull, w_q)
         for store in stores.values():
             store.finish()
+
+
+def _gradient_of(tensor: Tensor) -> Tensor:
+    if tensor.grad is None:
+        tensor.grad = torch.zeros_like(tensor)
+    return tensor.grad
 
 
 class _Store:
@@ -300,12 +336,8 @@ class _Store:
 
     def gradient(self) -> Tensor:
         if self._whole is None:
-            if self.weight is not self.tensor:  # sharded
-                self._whole = torch.zeros_like(self.weight)
-            else:
-                if self.tensor.grad is None:
-                    self.tensor.grad = torch.zeros_like(self.tensor)
-                self._whole = self.tensor.grad
+            sharded = self.weight is not self.tensor
+            self._whole = torch.zeros_like(self.weight) if sharded else _gradient_of(self.tensor)
         return self._whole
 
     def finish(self) -> None:
@@ -351,11 +383,9 @@ def _flattens(view: Tensor) -> bool:
     return view.shape[1] == 1 or view.stride(0) == view.shape[1] * view.stride(1)
 
 
-def _joint_gradient(
-    w: Tensor, scale_coefficient: float | Tensor, mean_coefficient: float | Tensor, target: float
-) -> Tensor:
-    """For a W_QK (S, G, 1, D, D) that is trained itself: scale_coefficient W + mean_coefficient (tr W − target) I."""
-    gradient = scale_coefficient * w
-    pull = mean_coefficient * (w.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) - target)
+def _joint_gradient(w: Tensor, c: _Coefficients) -> Tensor:
+    """For a W_QK (S, G, 1, D, D) that is trained itself: scale · W + mean · (tr W − target) I."""
+    gradient = c.scale * w
+    pull = c.mean * (w.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) - c.target)
     gradient.diagonal(dim1=-2, dim2=-1).add_(pull)
     return gradient

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater.models.attention import Attention
+from locater.models.attention import Attention, Projection
 
 __all__ = ["Family", "Site", "attentions", "family", "known_checkpoints", "register"]
 
@@ -52,6 +52,12 @@ class Site:
         if found is None:
             raise LocaterError(f"{self.name} has no tensor {name}")
         return found
+
+    def attention(
+        self, query: Projection | None, key: Projection, *, scale: float, kind: str = "self", **parts: Any
+    ) -> Attention:
+        """What a family returns: the module here, made of these parts."""
+        return Attention(self.name, parts.pop("layer", self.layer), kind, query, key, scale, **parts)
 
     def setting(self, *names: str, default: Any = ...) -> Any:
         """The first of these that the configuration has and that is not None."""

@@ -33,4 +33,4 @@ def read_distilbert(site: Site) -> Attention:
 def _read(site: Site, query_name: str, key_name: str, kind: str) -> Attention:
     heads = Heads.of(site)
     query, key = separate(site, query_name, key_name, heads)
-    return Attention(module=site.name, layer=site.layer, kind=kind, query=query, key=key, scale=heads.width**-0.5)
+    return site.attention(query, key, kind=kind, scale=heads.width**-0.5)

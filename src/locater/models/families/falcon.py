@@ -17,12 +17,9 @@ def read(site: Site) -> Attention:
     query, key = _split(site, replace(heads, groups=count, per_group=1))
     alibi = site.setting("alibi", default=False)
     norm = "../ln_attn" if site.optional("../ln_attn.weight") is not None else "../input_layernorm"
-    return Attention(
-        module=site.name,
-        layer=site.layer,
-        kind="self",
-        query=query,
-        key=key,
+    return site.attention(
+        query,
+        key,
         scale=heads.width**-0.5,
         rope=None if alibi else rope(site, heads.width),
         position_bias=Alibi(alibi_slopes(count), rounded=True) if alibi else None,

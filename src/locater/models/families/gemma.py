@@ -17,12 +17,9 @@ from locater.models.registry import Site, register
 def read(site: Site) -> Attention:
     heads = Heads.of(site)
     query, key = separate(site, "q_proj", "k_proj", heads)
-    return Attention(
-        module=site.name,
-        layer=site.layer,
-        kind="self",
-        query=query,
-        key=key,
+    return site.attention(
+        query,
+        key,
         scale=site.setting("query_pre_attn_scalar", default=heads.width) ** -0.5,
         rope=_rope(site, heads.width),
         query_norm=rms_norm(site, "q_norm", plus_one=True),

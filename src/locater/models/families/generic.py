@@ -46,7 +46,7 @@ def read(site: Site) -> Attention:
         raise _refusal(site, f"{query.out_features} outputs do not split into {count} heads in {groups} groups")
     heads = Heads(groups, count // groups, query.out_features // count)
     q, k = separate(site, *names, heads)
-    return Attention(module=site.name, layer=site.layer, kind="self", query=q, key=k, scale=scale)
+    return site.attention(q, k, scale=scale)
 
 
 def _joint(site: Site, module: nn.Module) -> Attention:
@@ -61,7 +61,7 @@ def _joint(site: Site, module: nn.Module) -> Attention:
         raise _refusal(site, f"the scale of its logits is under none of {', '.join(SCALES)}, temperature")
     heads = 1 if weight.ndim == 2 else len(weight)
     key = Projection(weight, lambda t: t.reshape(heads, 1, *t.shape[-2:]))
-    return Attention(module=site.name, layer=site.layer, kind="self", query=None, key=key, scale=scale)
+    return site.attention(None, key, scale=scale)
 
 
 def _names(module: nn.Module) -> tuple[str, str] | None:

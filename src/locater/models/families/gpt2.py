@@ -19,12 +19,10 @@ def read(site: Site) -> Attention:
     scale = heads.width**-0.5 if site.setting("scale_attn_weights", default=True) else 1.0
     if site.setting("scale_attn_by_inverse_layer_idx", default=False):
         scale /= site.layer + 1
-    return Attention(
-        module=site.name,
-        layer=site.layer,
+    return site.attention(
+        query,
+        key,
         kind="cross" if cross else "self",
-        query=query,
-        key=key,
         scale=scale,
         input_norm=None if cross else layer_norm(site, "../ln_1", "layer_norm_epsilon"),
     )

@@ -12,12 +12,9 @@ def read(site: Site) -> Attention:
     heads = Heads.of(site)
     query, key = separate(site, "q_proj", "k_proj", heads)
     dim = site.setting("rotary_dim", default=heads.width)
-    return Attention(
-        module=site.name,
-        layer=site.layer,
-        kind="self",
-        query=query,
-        key=key,
+    return site.attention(
+        query,
+        key,
         scale=heads.width**-0.5,
         rope=rope_from({"rope_theta": 10000.0}, dim, site, interleaved=True),
         input_norm=layer_norm(site, "../ln_1", "layer_norm_epsilon"),

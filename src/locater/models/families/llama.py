@@ -22,12 +22,9 @@ from locater.models.registry import Site, register
 def read(site: Site) -> Attention:
     heads = Heads.of(site)
     query, key = separate(site, "q_proj", "k_proj", heads)
-    return Attention(
-        module=site.name,
-        layer=site.layer,
-        kind="self",
-        query=query,
-        key=key,
+    return site.attention(
+        query,
+        key,
         scale=site.setting("attention_multiplier", default=heads.width**-0.5),
         rope=rope(site, heads.width),
         query_norm=rms_norm(site, "q_norm"),

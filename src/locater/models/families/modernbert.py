@@ -11,12 +11,9 @@ from locater.models.registry import Site, register
 def read(site: Site) -> Attention:
     heads = Heads.of(site)
     query, key = stacked(site, "Wqkv", heads)
-    return Attention(
-        module=site.name,
-        layer=site.layer,
-        kind="self",
-        query=query,
-        key=key,
+    return site.attention(
+        query,
+        key,
         scale=heads.width**-0.5,
         rope=_rope(site, heads.width),
         input_norm=layer_norm(site, "../attn_norm", "norm_eps"),

@@ -12,12 +12,9 @@ def read(site: Site) -> Attention:
     heads = Heads.of(site)
     query, key = separate(site, "q_proj", "k_proj", heads)
     before = site.setting("do_layer_norm_before", default=True)
-    return Attention(
-        module=site.name,
-        layer=site.layer,
-        kind="self",
-        query=query,
-        key=key,
+    return site.attention(
+        query,
+        key,
         scale=heads.width**-0.5,
         input_norm=layer_norm(site, "../self_attn_layer_norm") if before else None,
     )

@@ -11,12 +11,9 @@ from locater.models.registry import Site, register
 def read(site: Site) -> Attention:
     heads = Heads.of(site)
     query, key = stacked(site, "qkv_proj", heads)
-    return Attention(
-        module=site.name,
-        layer=site.layer,
-        kind="self",
-        query=query,
-        key=key,
+    return site.attention(
+        query,
+        key,
         scale=heads.width**-0.5,
         rope=rope(site, heads.width),
         input_norm=rms_norm(site, "../input_layernorm"),

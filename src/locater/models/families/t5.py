@@ -22,12 +22,11 @@ def read(site: Site) -> Attention:
     cross, decoder = site.name.endswith("EncDecAttention"), "decoder." in site.name
     block = re.search(r"block\.(\d+)", site.name)
     bias = None if cross else _first_bias(site)
-    return Attention(
-        module=site.name,
+    return site.attention(
+        query,
+        key,
         layer=int(block.group(1)) if block else site.layer,
         kind="cross" if cross else "decoder" if decoder else "encoder",
-        query=query,
-        key=key,
         scale=1.0,
         position_bias=None
         if bias is None

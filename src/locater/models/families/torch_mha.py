@@ -36,11 +36,9 @@ def read(site: Site) -> Attention:
     else:
         query = Projection(module.q_proj_weight, first, bias, first)
         key = Projection(module.k_proj_weight, first, bias, second)
-    return Attention(
-        module=site.name,
-        layer=site.layer,
+    return site.attention(
+        query,
+        key,
         kind="cross" if site.name.split(".")[-1] == "multihead_attn" else "self",
-        query=query,
-        key=key,
         scale=(d // heads) ** -0.5,
     )

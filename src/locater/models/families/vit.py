@@ -16,12 +16,9 @@ def read(site: Site) -> Attention:
     heads = Heads.of(site)
     older = site.optional("query.weight") is not None
     query, key = separate(site, *(("query", "key") if older else ("q_proj", "k_proj")), heads)
-    return Attention(
-        module=site.name,
-        layer=site.layer,
-        kind="self",
-        query=query,
-        key=key,
+    return site.attention(
+        query,
+        key,
         scale=heads.width**-0.5,
         input_norm=layer_norm(site, "../layernorm_before" if not older else "../../layernorm_before", "layer_norm_eps"),
     )

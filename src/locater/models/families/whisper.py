@@ -18,12 +18,10 @@ def read(site: Site) -> Attention:
     heads = Heads(count, 1, hidden // count)
     query, key = separate(site, "q_proj", "k_proj", heads)
     cross = site.name.endswith("encoder_attn")
-    return Attention(
-        module=site.name,
-        layer=site.layer,
+    return site.attention(
+        query,
+        key,
         kind="cross" if cross else side,
-        query=query,
-        key=key,
         scale=heads.width**-0.5,
         input_norm=None if cross else layer_norm(site, "../self_attn_layer_norm"),
     )
