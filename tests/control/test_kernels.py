@@ -264,6 +264,7 @@ def test_without_triton_the_module_imports_and_supports_nothing(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     spec = importlib.util.spec_from_file_location("kernels_without_triton", _kernels.__file__)
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     q, k = plain(2, 3, 16, 40), plain(2, 1, 16, 40)
     assert not module.supported(q, k, q, k)

@@ -11,14 +11,15 @@ Legend: S modules, G key heads, R query heads for each, K head width, D model wi
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
 
-__all__ = ["add_gradients_", "supported"]
+__all__ = ["Layout", "add_gradients_", "supported"]
 
 triton: Any = None
 tl: Any = None
@@ -29,7 +30,8 @@ _jit: Any = (lambda function: function) if triton is None else triton.jit
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _GRAM_BYTES = 32 << 20  # for the Gram matrices of the modules worked on together, as parts of a sum
 _PROGRAMS = 264  # of the first kernel, at most, when D is split: two for each multiprocessor of an H200
-_FULL = "ieee"  # how float32 multiplies where TF32 is not allowed; "tf32x3" is near as exact and on tensor cores
+# How float32 multiplies where TF32 is not allowed: to 2^-21, on tensor cores. "ieee" takes twice as long (H200).
+_FULL = "tf32x3"
 
 
 @_jit
@@ -187,47 +189,76 @@ def add_gradients_(
     w_q and g_q hold S tensors (G, R, K, D), w_k and g_k S tensors (G, 1, K, D): see `supported`. The host waits for
     nothing. Gradients must not overlap, except that a g_q may be the same tensor as its g_k (tied factors).
     """
-    device, (groups, heads, k, d), modules = w_q[0].device, w_q[0].shape, len(w_q)
-    launches = [(0, heads)] * (g_q is not None) + [(heads, 1)] * (g_k is not None)  # first head, how many
-    if g_q and g_k and all(a.data_ptr() != b.data_ptr() for a, b in zip(g_q, g_k, strict=True)):
-        launches = [(0, heads + 1)]  # the key's after the queries' of its group
     lists = (w_q, w_k, g_q or w_q, g_k or w_k)  # a gradient that is not wanted is not written
     rows = [[tensor.data_ptr() for tensor in tensors] for tensors in zip(*lists, strict=True)]
-    table = torch.tensor(rows, pin_memory=device.type == "cuda").to(device, non_blocking=True)  # (S, 4)
-    q, key, dq, dk = (tensors[0].stride() for tensors in lists)
-    w_strides, g_strides = (*q, key[0], *key[2:]), (*dq, dk[0], *dk[2:])
-    weight, _, d_q, d_k = (getattr(tl, str(tensors[0].dtype).removeprefix("torch.")) for tensors in lists)
-    aligned = all(address % 16 == 0 for row in rows for address in row)
-    common = {"K": k, "R": heads, "WEIGHT": weight, "ALIGNED": aligned}
-    operand = tl.float32 if _INTERPRETED else weight  # the interpreter would multiply the bits of bfloat16
-    given = (scale_coefficient, mean_coefficient)
-    on_device = any(isinstance(value, Tensor) for value in given)
-    coefficients = [_scalar(value, device) if on_device else float(value) for value in given]
+    layout = Layout.of(w_q[0], w_k[0], None if g_q is None else g_q[0], None if g_k is None else g_k[0])
+    layout.add_(rows, scale_coefficient, mean_coefficient, target)
 
-    # modules are taken together as long as their Gram matrices are small; where that leaves few programs, D is split
-    gram_blocks, update_blocks = _blocks(k, w_q[0].dtype != torch.float32)
-    size = 2 * groups * k * k * 4  # bytes for one module
-    step = triton.cdiv(modules, triton.cdiv(modules, max(1, _GRAM_BYTES // size)))
-    tiles, blocks = triton.cdiv(k, gram_blocks["BLOCK_M"]), triton.cdiv(d, gram_blocks["BLOCK_D"])
-    steps = triton.cdiv(blocks, max(1, min(_PROGRAMS // (2 * tiles * step * groups), _GRAM_BYTES // (size * step))))
-    splits = triton.cdiv(blocks, steps)
-    parts, update_tiles = splits * tiles, triton.cdiv(k, update_blocks["BLOCK_M"])
-    with torch.cuda.device_of(w_q[0]):
-        for addresses in table.split(step):
-            pairs = len(addresses) * groups
-            partial = torch.empty(pairs, 2, splits, k, k, dtype=torch.float32, device=device)
-            traces = torch.empty(pairs, heads, parts, dtype=torch.float32, device=device)
-            _gram_kernel[(2 * parts * pairs,)](
-                addresses, partial, traces, groups, d, splits, *w_strides,
-                TILES=tiles, STEPS=steps, OPERAND=operand, **common, **gram_blocks,
-            )  # fmt: skip
-            gram = partial.sum(2) if splits > 1 else partial
-            for first, count in launches:
-                _update_kernel[(count * update_tiles * triton.cdiv(d, update_blocks["BLOCK_D"]) * pairs,)](
-                    addresses, gram, traces, *coefficients, float(target), groups, d, parts, *w_strides, *g_strides,
-                    HEAD=first, HEADS=count, TILES=update_tiles, PARTS=triton.next_power_of_2(parts),
-                    QUERY_GRADIENT=d_q, KEY_GRADIENT=d_k, ON_DEVICE=on_device, **common, **update_blocks,
+
+@dataclass(frozen=True)
+class Layout:
+    """What all modules of a list share: only their addresses are left to say."""
+
+    device: torch.device
+    shape: tuple[int, int, int, int]  # G, R, K, D
+    strides: tuple[tuple[int, ...], ...]  # of w_q, w_k, g_q, g_k
+    dtypes: tuple[torch.dtype, ...]
+    wanted: tuple[bool, bool]  # query, key
+
+    @classmethod
+    def of(cls, w_q: Tensor, w_k: Tensor, g_q: Tensor | None, g_k: Tensor | None) -> Layout:
+        tensors = (w_q, w_k, w_q if g_q is None else g_q, w_k if g_k is None else g_k)
+        groups, heads, k, d = w_q.shape
+        strides, dtypes = tuple(tensor.stride() for tensor in tensors), tuple(tensor.dtype for tensor in tensors)
+        return cls(w_q.device, (groups, heads, k, d), strides, dtypes, (g_q is not None, g_k is not None))
+
+    def add_(
+        self, rows: list[list[int]], scale_coefficient: float | Tensor, mean_coefficient: float | Tensor, target: float
+    ) -> None:
+        """`add_gradients_` for S rows of the addresses of w_q, w_k, g_q and g_k."""
+        device, (groups, heads, k, d), modules = self.device, self.shape, len(rows)
+        launches = [(0, heads)] * self.wanted[0] + [(heads, 1)] * self.wanted[1]  # first head, how many
+        if all(self.wanted) and all(row[2] != row[3] for row in rows):
+            launches = [(0, heads + 1)]  # the key's after the queries' of its group
+        table = torch.tensor(rows, pin_memory=device.type == "cuda").to(device, non_blocking=True)  # (S, 4)
+        q, key, dq, dk = self.strides
+        w_strides, g_strides = (*q, key[0], *key[2:]), (*dq, dk[0], *dk[2:])
+        weight, _, d_q, d_k = (getattr(tl, str(dtype).removeprefix("torch.")) for dtype in self.dtypes)
+        aligned = all(address % 16 == 0 for row in rows for address in row)
+        common = {"K": k, "R": heads, "WEIGHT": weight, "ALIGNED": aligned}
+        operand = tl.float32 if _INTERPRETED else weight  # the interpreter would multiply the bits of bfloat16
+        given = (scale_coefficient, mean_coefficient)
+        on_device = any(isinstance(value, Tensor) for value in given)
+        coefficients = [_scalar(value, device) if on_device else float(value) for value in given]
+
+        # modules go together as long as their Gram matrices are small; where that leaves few programs, D is split
+        gram_blocks, update_blocks = _blocks(k, self.dtypes[0] != torch.float32)
+        size = 2 * groups * k * k * 4  # bytes for one module
+        step = _ceil(modules, _ceil(modules, max(1, _GRAM_BYTES // size)))
+        tiles, blocks = _ceil(k, gram_blocks["BLOCK_M"]), _ceil(d, gram_blocks["BLOCK_D"])
+        steps = _ceil(blocks, max(1, min(_PROGRAMS // (2 * tiles * step * groups), _GRAM_BYTES // (size * step))))
+        splits = _ceil(blocks, steps)
+        parts, update_tiles = splits * tiles, _ceil(k, update_blocks["BLOCK_M"])
+        with nullcontext() if device.type == "cpu" else torch.cuda.device(device):
+            for addresses in table.split(step):
+                pairs = len(addresses) * groups
+                partial = torch.empty(pairs, 2, splits, k, k, dtype=torch.float32, device=device)
+                traces = torch.empty(pairs, heads, parts, dtype=torch.float32, device=device)
+                _gram_kernel[(2 * parts * pairs,)](
+                    addresses, partial, traces, groups, d, splits, *w_strides,
+                    TILES=tiles, STEPS=steps, OPERAND=operand, **common, **gram_blocks,
                 )  # fmt: skip
+                gram = partial.sum(2) if splits > 1 else partial
+                for first, count in launches:
+                    _update_kernel[(count * update_tiles * _ceil(d, update_blocks["BLOCK_D"]) * pairs,)](
+                        addresses, gram, traces, *coefficients, float(target), groups, d, parts, *w_strides, *g_strides,
+                        HEAD=first, HEADS=count, TILES=update_tiles, PARTS=1 << (parts - 1).bit_length(),
+                        QUERY_GRADIENT=d_q, KEY_GRADIENT=d_k, ON_DEVICE=on_device, **common, **update_blocks,
+                    )  # fmt: skip
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
@@ -241,7 +272,7 @@ def _blocks(k: int, half: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     matmul: Any = torch.backends.cuda.matmul
     switch = getattr(matmul, "fp32_precision", None)  # since 2.9; the older one then raises if this one was used
     tensor_cores = half or (matmul.allow_tf32 if switch is None else switch == "tf32")
-    block_k = triton.next_power_of_2(k)
+    block_k = 1 << (k - 1).bit_length()
     common = {"PRECISION": "tf32" if tensor_cores else _FULL, "num_warps": 8 if block_k >= 64 else 4}
     depth, large = 32 if tensor_cores else 16, block_k == 256  # where the whole Gram matrix would fill all registers
     gram = {"BLOCK_K": block_k, "BLOCK_M": 64 if large else block_k, "BLOCK_D": depth, "STAGES": 2 if large else 3}

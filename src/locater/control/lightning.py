@@ -30,10 +30,13 @@ class LocAteRCallback(lightning.Callback):
     def __init__(self, regulariser: LocAteR, *, per_module: bool = True) -> None:
         self.regulariser = regulariser
         self.per_module = per_module
+        self._chosen: dict[int, Any] = {}
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self.regulariser.add_gradient_to(lambda tensor: id(tensor) in held)
+        if id(optimizer) not in self._chosen:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            self._chosen[id(optimizer)] = lambda tensor: id(tensor) in held
+        self.regulariser.add_gradient_to(self._chosen[id(optimizer)])
         self.regulariser.step += 1
         if trainer.global_step % trainer.log_every_n_steps == 0:
             values = self.regulariser.measure()

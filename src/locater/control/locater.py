@@ -15,8 +15,9 @@ Legend: S modules worked on together, G key heads, R query heads for each, K hea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -70,7 +71,8 @@ class LocAteR:
         self.schedule = schedule
         self.step = 0
         self.attentions: list[Attention] = attentions(model)
-        self._shapes = [_shapes(attention) for attention in self.attentions]
+        self._tensors = [projection.tensor for attention in self.attentions for projection in _projections(attention)]
+        self._known_groups: dict[Callable[[Tensor], bool], tuple[list[Any], list[_Group]]] = {}
         self._handles: list[RemovableHandle] = []
 
     @classmethod
@@ -107,7 +109,7 @@ class LocAteR:
 
     def add_gradient_(self) -> None:
         """Adds the gradient of `penalty()` into the `.grad` of the parameters."""
-        self.add_gradient_to(lambda _: True)
+        self.add_gradient_to(_every)
 
     @torch.no_grad()
     def add_gradient_to(self, chosen: Callable[[Tensor], bool], multiplier: float | Tensor = 1.0) -> None:
@@ -120,12 +122,21 @@ class LocAteR:
         for group in self._groups(chosen):
             group.add_gradient_(coefficients)
 
-    def _groups(self, chosen: Callable[[Tensor], bool]) -> Iterator[_Group]:
-        """Modules of one shape with something to do, together."""
+    def _groups(self, chosen: Callable[[Tensor], bool]) -> list[_Group]:
+        """Modules of one shape with something to do, together; found again only when a parameter has changed."""
+        state = [(tensor.requires_grad, tensor.dtype, tensor.device) for tensor in self._tensors]
+        known = self._known_groups.get(chosen)
+        if known is None or known[0] != state:
+            if len(self._known_groups) > 8:  # somebody hands over a new function each time
+                self._known_groups.clear()
+            known = self._known_groups[chosen] = (state, self._find_groups(chosen))
+        return known[1]
+
+    def _find_groups(self, chosen: Callable[[Tensor], bool]) -> list[_Group]:
         kinds: dict[Any, list[Attention]] = {}
         wanted: dict[Any, tuple[bool, bool]] = {}
         uses: Counter[int] = Counter()
-        for attention, shapes in zip(self.attentions, self._shapes, strict=True):
+        for attention in self.attentions:
             tensors = [projection.tensor for projection in _projections(attention)]
             moved = tuple(tensor.requires_grad and chosen(tensor) for tensor in (tensors[0], tensors[-1]))
             if not any(moved):
@@ -133,11 +144,10 @@ class LocAteR:
             uses.update({id(tensor) for tensor in tensors})
             # a parameter that several modules share is written by one module of a group at a time
             turn = max(uses[id(tensor)] for tensor in tensors)
-            kind = (*shapes, *((tensor.dtype, tensor.device) for tensor in tensors), moved, turn)
+            kind = (_shapes(attention), *((tensor.dtype, tensor.device) for tensor in tensors), moved, turn)
             kinds.setdefault(kind, []).append(attention)
             wanted[kind] = moved[0], moved[1]
-        for kind, members in kinds.items():
-            yield _Group(members, wanted[kind])
+        return [_Group(members, wanted[kind]) for kind, members in kinds.items()]
 
     def _factor(self) -> float:
         return 1.0 if self.schedule is None else float(self.schedule(self.step))
@@ -230,6 +240,11 @@ class LocAteR:
         )
 
 
+def _every(tensor: Tensor) -> bool:
+    del tensor
+    return True
+
+
 def _trainable(attention: Attention) -> list[Tensor]:
     return [projection.tensor for projection in _projections(attention) if projection.tensor.requires_grad]
 
@@ -258,12 +273,12 @@ class _Coefficients(NamedTuple):
     target: float
 
 
-@dataclass(frozen=True)
 class _Group:
     """Attention modules of one shape; the gradients of which of their factors are wanted."""
 
-    members: list[Attention]
-    wanted: tuple[bool, bool]  # query, key
+    def __init__(self, members: list[Attention], wanted: tuple[bool, bool]) -> None:
+        self.members = members
+        self.wanted = wanted  # query, key
 
     def add_gradient_(self, c: _Coefficients) -> None:
         if self._add_by_kernels(c):
@@ -277,19 +292,40 @@ class _Group:
 
     def _add_by_kernels(self, c: _Coefficients) -> bool:
         """On a GPU with Triton: all modules in two launches, nothing of a weight's size allocated."""
-        queries = [member.query for member in self.members if member.query is not None]
-        keys = [member.key for member in self.members]
-        if not queries or not keys[0].tensor.is_cuda or is_sharded(keys[0].tensor):
+        if self._layout is None:
             return False
-        w_q, w_k = ([p.view(p.tensor) for p in projections] for projections in (queries, keys))
-        g_q, g_k = (
-            [p.view(_gradient_of(p.tensor)) for p in projections] if wanted else None
-            for projections, wanted in zip((queries, keys), self.wanted, strict=True)
-        )
-        if not _kernels.supported(w_q, w_k, g_q, g_k):
-            return False
-        _kernels.add_gradients_(w_q, w_k, g_q, g_k, *c)
+        rows = []
+        for member, (at_q, at_k) in zip(self.members, self._offsets, strict=True):
+            assert member.query is not None
+            q, k = member.query.tensor, member.key.tensor
+            g_q, g_k = (_gradient_of(x) if wanted else x for x, wanted in zip((q, k), self.wanted, strict=True))
+            if g_q.stride() != q.stride() or g_k.stride() != k.stride() or g_q.dtype != q.dtype or g_k.dtype != k.dtype:
+                return False
+            rows.append([q.data_ptr() + at_q, k.data_ptr() + at_k, g_q.data_ptr() + at_q, g_k.data_ptr() + at_k])
+        self._layout.add_(rows, *c)
         return True
+
+    @cached_property
+    def _layout(self) -> _kernels.Layout | None:
+        """How the kernels find their way in these modules; None where they do not apply."""
+        keys = [member.key for member in self.members]
+        queries = [member.query for member in self.members if member.query is not None]
+        if not queries or not keys[0].tensor.is_cuda or is_sharded(keys[0].tensor):
+            return None
+        w_q, w_k = ([p.weight for p in projections] for projections in (queries, keys))
+        if not _kernels.supported(w_q, w_k, None, None):
+            return None
+        g_q, g_k = (weights[0] if wanted else None for weights, wanted in zip((w_q, w_k), self.wanted, strict=True))
+        return _kernels.Layout.of(w_q[0], w_k[0], g_q, g_k)
+
+    @cached_property
+    def _offsets(self) -> list[tuple[int, int]]:
+        """Where each view starts in the tensor that stores it, in bytes."""
+
+        def offset(projection: Projection) -> int:
+            return projection.weight.data_ptr() - projection.tensor.data_ptr()
+
+        return [(offset(member.query), offset(member.key)) for member in self.members if member.query is not None]
 
     def add_stacked(self, members: list[Attention], c: _Coefficients) -> None:
         """The same by batched products: one module in place, several through a stack."""
