@@ -8,6 +8,8 @@ Legend: K head width, D model width; leading dimensions (layers, heads) broadcas
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -85,8 +87,7 @@ class QK:
     def eigenvalues(self) -> Tensor:
         """The d_head eigenvalues of W_K W_Qᵀ, complex: those of W_QK but for d_model − d_head zeros."""
         w_q, w_k = self._finite_float64()
-        values: Tensor = torch.linalg.eigvals(w_k @ w_q.mT)
-        return values
+        return _solve(torch.linalg.eigvals, w_k @ w_q.mT)
 
     def symmetric_eigenvalues(self) -> Tensor:
         """Eigenvalues of (W_QK + W_QKᵀ)/2, ascending: its 2·d_head non-zero ones (at most d_model).
@@ -98,16 +99,14 @@ class QK:
             r = torch.linalg.qr(torch.cat([w_q, w_k], -2).mT).R
             w_q, w_k = r[..., : self.d_head].mT, r[..., self.d_head :].mT
         product = w_q.mT @ w_k
-        values: Tensor = torch.linalg.eigvalsh(0.5 * (product + product.mT))
-        return values
+        return _solve(torch.linalg.eigvalsh, 0.5 * (product + product.mT))
 
     def singular_values(self) -> Tensor:
         """The d_head largest singular values, descending (d_model of them where d_head > d_model)."""
         w_q, w_k = self._finite_float64()
         if self.d_head < self.d_model:
             w_q, w_k = torch.linalg.qr(w_q.mT).R.mT, torch.linalg.qr(w_k.mT).R.mT
-        values: Tensor = torch.linalg.svdvals(w_q.mT @ w_k)
-        return values
+        return _solve(torch.linalg.svdvals, w_q.mT @ w_k)
 
     def dense(self) -> Tensor:
         """W_QK itself, (..., d_model, d_model): for tests and small cases."""
@@ -122,6 +121,11 @@ class QK:
             if not bool(torch.isfinite(factor).all()):
                 raise LocaterError(f"{name} has NaN or infinite entries; its spectrum does not exist")
         return self.w_q.double(), self.w_k.double()
+
+
+def _solve(decompose: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
+    """On the CPU: d_head × d_head eigenproblems are 2 to 5 times faster there than on a GPU (benchmarks/)."""
+    return decompose(matrices.cpu()).to(matrices.device)
 
 
 def _broadcast(a: torch.Size, b: torch.Size) -> torch.Size:

@@ -177,7 +177,8 @@ def _singular_values(qk: QK) -> Tensor:
     With W_Q W_Qᵀ = U diag(s) Uᵀ, the squares are the eigenvalues of √s Uᵀ (W_K W_Kᵀ) U √s. It costs K × K
     decompositions where a QR of the factors would cost D × K ones.
     """
-    values, vectors = torch.linalg.eigh(qk.w_q @ qk.w_q.mT)
+    gram_q, gram_k = (qk.w_q @ qk.w_q.mT).cpu(), (qk.w_k @ qk.w_k.mT).cpu()  # as `QK` does with small matrices
+    values, vectors = torch.linalg.eigh(gram_q)
     root = vectors * values.clamp(min=0).sqrt()[..., None, :]
-    squares: Tensor = torch.linalg.eigvalsh(root.mT @ (qk.w_k @ qk.w_k.mT) @ root)
+    squares: Tensor = torch.linalg.eigvalsh(root.mT @ gram_k @ root)
     return squares.clamp(min=0).sqrt().flip(-1)
