@@ -35,6 +35,8 @@ def rank_residual(tokens: ArrayLike) -> Array:
     x = check.finite("tokens", tokens)
     if x.ndim < 2:
         raise LocaterError(f"tokens must be (..., T, d), got shape {x.shape}")
+    largest = np.abs(x).max((-2, -1), keepdims=True, initial=0.0)
+    x = x / np.where(largest > 0, largest, 1.0)  # so that squares neither overflow nor vanish
     norm = np.linalg.norm(x, axis=(-2, -1))
     residual = np.linalg.norm(x - x.mean(-2, keepdims=True), axis=(-2, -1))
     return np.asarray(np.divide(residual, norm, out=np.zeros_like(norm), where=norm > 0))
