@@ -20,9 +20,11 @@ _NEEDS_TORCH = {"QK": "locater.qk", "LocAteR": "locater.control", "scan": "locat
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEEDS_TORCH:
-        raise AttributeError(f"module 'locater' has no attribute {name!r}")
     from importlib import import_module
 
+    if name in ("control", "models"):
+        return import_module(f"locater.{name}")
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module 'locater' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_NEEDS_TORCH[name]), name)
     return value

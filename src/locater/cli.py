@@ -172,6 +172,9 @@ def scan_command(
 
     if plot is not None:
         writable_folder(plot)
+    for target in (csv, None if json_file in (None, "-") else Path(str(json_file))):
+        if target is not None and not target.parent.is_dir():
+            raise LocaterError(f"cannot write {target}: there is no folder {target.parent}")
     options: dict[str, Any] = {"offset": offset, "average_offsets": average_offsets, "fold_norm": fold_norm}
     with _progress("scanning"):
         table = scan(model, tokens=tokens, **options)
@@ -312,6 +315,8 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         code = _STOPPED
+    except MemoryError:
+        _fail("not enough memory for a problem of this size")
     except BrokenPipeError:
         # the reader of our output went away, as `| head` does
         sys.stderr.close()

@@ -140,6 +140,34 @@ def test_attaching_to_lightnings_optimizer_works_too_although_backward_runs_insi
     assert_same(model, expected)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loss_scale_in_lightning_does_not_scale_the_penalty(tmp_path, fused):
+    """A fused optimizer's gradients are still scaled where the callback acts."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    class Quiet(Module):
+        def training_step(self, batch, _):
+            return 0.0 * self.model(**batch).loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=RATE, fused=fused)
+
+    model = build("llama").train()
+    reg = LocAteR(model, **strengths())
+    expected = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=RATE)
+    other = LocAteR(expected, **strengths()).attach(optimizer)
+    optimizer.step()
+    assert other.step == 1
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=256.0))
+    trainer = lightning.Trainer(
+        max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[LightningCallback(reg)], plugins=[plugin], default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(Quiet(model), DataLoader(Text(), batch_size=BATCH))
+    assert_same(model, expected)
+
+
 def test_lightning_checkpoints_carry_the_step():
     reg = LocAteR(build("llama"), **strengths())
     reg.step = 7

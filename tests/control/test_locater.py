@@ -448,6 +448,51 @@ def test_a_schedule_multiplies_the_strength_by_the_step():
     assert (fresh.step, fresh.scale_strength, fresh.mean_strength) == (3, 1.0, 0.0)
 
 
+def test_attached_twice_it_acts_once():
+    model = Joint(width=3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    reg = LocAteR(model, scale_strength=1.0, mean_strength=0.0)
+    reg.attach(optimizer).attach(optimizer)
+    optimizer.step()
+    torch.testing.assert_close(model.w_qk.grad, 2 * model.w_qk.detach())
+    assert reg.step == 1
+
+
+def test_parameters_added_to_the_optimizer_later_are_regularised_too():
+    model = nn.ModuleList([Plain(), Plain()])
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.0)
+    regulariser(model).attach(optimizer)
+    optimizer.step()
+    assert model[1].q_proj.weight.grad is None
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    optimizer.step()
+    assert model[1].q_proj.weight.grad.abs().max() > 0
+
+
+def test_a_step_counts_once_with_closures_and_with_several_optimizers():
+    model = nn.ModuleList([Plain(), Plain()])
+    reg = regulariser(model)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, lr=1e-3)
+    reg.attach(optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum(p.square().sum() for p in model.parameters())
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert reg.step == 1
+    reg.detach()
+    two = [torch.optim.SGD(part.parameters(), lr=0.0) for part in model]
+    for each in two:
+        reg.attach(each)
+    for _ in range(3):
+        for each in two:
+            each.step()
+    assert reg.step == 4
+
+
 def test_measure_reports_each_module_and_the_penalty():
     reg = regulariser(build("llama"))
     values = reg.measure()
@@ -473,6 +518,12 @@ def test_measure_reports_each_module_and_the_penalty():
             "holds none of the query and key weights",
         ),
         (lambda: regulariser(Joint()).load_state_dict({"step": 3}), "lacks"),
+        (
+            lambda: regulariser(Joint()).load_state_dict(
+                {"step": 3, "scale_strength": -1.0, "mean_strength": 0.0, "target": 1.0}
+            ),
+            "scale_strength must be",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(call, says):

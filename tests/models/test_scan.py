@@ -311,6 +311,73 @@ def test_what_cannot_be_known_is_refused_not_guessed(module, says):
         scan(module())
 
 
+class Rotated(Vague):
+    def forward(self, hidden_states, position_embeddings):
+        return hidden_states, position_embeddings
+
+
+def test_rope_that_arrives_through_forward_is_refused_too():
+    with pytest.raises(LocaterError, match="it also has position_embeddings"):
+        scan(Rotated(num_heads=2, scale=1))
+
+
+def test_a_users_own_class_of_a_known_name_is_read_for_what_it_is():
+    namesake = type("MultiheadAttention", (Vague,), {})
+    assert len(scan(namesake(num_heads=2, scale=1))) == 2
+
+
+def test_live_weights_that_are_not_numbers_are_named():
+    model = build("llama")
+    model.model.layers[1].self_attn.q_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(LocaterError, match=r"layers\.1\.self_attn has NaN"):
+        scan(model)
+
+
+def test_modules_without_a_norm_before_them_stay_as_they_are_when_norms_are_folded():
+    model = build("t5")
+    plain, folded = scan(model), scan(model, fold_norm=True)
+    cross = plain["kind"] == "cross"
+    np.testing.assert_allclose(folded["trace"][cross], plain["trace"][cross])
+    assert (folded["trace"][~cross] != plain["trace"][~cross]).all()
+
+
+def test_a_gemma_3_configuration_may_leave_out_what_its_class_knows(tmp_path):
+    import transformers as tf
+
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "vocab_size": 61, "head_dim": 12}
+    model = tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**small, num_attention_heads=4, num_key_value_heads=2))
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for name in ("rope_parameters", "rope_theta", "rope_local_base_freq", "layer_types", "query_pre_attn_scalar"):
+        config.pop(name, None)
+    path.write_text(json.dumps(config))
+    for offset in (0, -4):
+        assert_same_table(scan(tmp_path, offset=offset), scan(model, offset=offset))
+
+
+def test_the_vision_half_of_a_multimodal_model_is_not_read_as_its_language_half(tmp_path):
+    import transformers as tf
+
+    text = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 61,
+    }
+    vision = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8,
+        "patch_size": 4,
+    }  # fmt: skip
+    config = tf.LlavaConfig(text_config=tf.LlamaConfig(**text), vision_config=tf.CLIPVisionConfig(**vision))
+    tf.LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
+    table = scan(tmp_path)
+    assert len(table) == 8
+    assert not table["module"].str.contains("vision").any()
+
+
 def saved(tmp_path, **config):
     build("llama").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
@@ -386,6 +453,8 @@ BROKEN = {
         lambda p: saved(p, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
         "rotary embeddings of type 'yarn'",
     ),
+    "no heads": (lambda p: saved(p, num_key_value_heads=0), "head counts must be positive"),
+    "rope of another shape": (lambda p: saved(p, rope_parameters="x"), "the configuration does not describe"),
     "hostile pickle": (hostile_pickle, "without running code it may carry"),
     "no config": (without_config, "no config.json"),
     "empty folder": (lambda p: p, "has no .safetensors, .bin or .gguf file"),

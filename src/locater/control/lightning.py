@@ -3,7 +3,7 @@
     trainer = lightning.Trainer(callbacks=[LocAteRCallback(LocAteR(model, ...))])
 
 Lightning runs backward inside the optimizer's step; the gradient is added at the point Lightning offers for this,
-after backward and unscaling and before clipping: here the penalty is clipped with the rest.
+after backward and before clipping: here the penalty is clipped with the rest.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ class LocAteRCallback(lightning.Callback):
         if id(optimizer) not in self._chosen:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             self._chosen[id(optimizer)] = lambda tensor: id(tensor) in held
-        self.regulariser.add_gradient_to(self._chosen[id(optimizer)])
-        self.regulariser.step += 1
+        # the gradients of a fused optimizer are still scaled here: it divides inside its kernel
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
+        multiplier = 1.0 if scaler is None or not scaled else float(scaler.get_scale())
+        self.regulariser.add_gradient_to(self._chosen[id(optimizer)], multiplier)
+        self.regulariser.step = trainer.global_step + 1
         if trainer.global_step % trainer.log_every_n_steps == 0:
             values = self.regulariser.measure()
             chosen = values if self.per_module else {"penalty": values["penalty"]}

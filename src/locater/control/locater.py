@@ -48,7 +48,8 @@ class LocAteR:
     * `attach(optimizer)`, which runs `add_gradient_` before every optimizer step. It runs after gradient clipping,
       so that the penalty's gradient is not clipped, and is skipped with a step that is skipped.
 
-    Frozen parameters are counted in the penalty and left alone.
+    Frozen parameters are counted in the penalty and left alone. A module that a model uses in several places counts
+    once. Make it when the parameters are in place: one that is replaced afterwards is not followed.
     """
 
     def __init__(
@@ -60,24 +61,32 @@ class LocAteR:
         target: float = 1.0,
         schedule: Schedule | None = None,
     ) -> None:
-        for name, strength in (("scale_strength", scale_strength), ("mean_strength", mean_strength)):
-            if not (isinstance(strength, (int, float)) and 0 <= strength < float("inf")):
-                raise LocaterError(f"{name} must be a finite number that is not negative, got {strength!r:.80}")
-        if not (isinstance(target, (int, float)) and abs(target) < float("inf")):
-            raise LocaterError(f"target must be a finite number, got {target!r:.80}")
-        self.scale_strength = float(scale_strength)
-        self.mean_strength = float(mean_strength)
-        self.target = float(target)
+        self._set(scale_strength, mean_strength, target)
         self.schedule = schedule
         self.step = 0
         self.attentions: list[Attention] = attentions(model)
         self._tensors = [projection.tensor for attention in self.attentions for projection in _projections(attention)]
         self._known_groups: dict[Callable[[Tensor], bool], tuple[list[Any], list[_Group]]] = {}
-        self._handles: list[RemovableHandle] = []
+        self._handles: dict[int, tuple[RemovableHandle, ...]] = {}
+
+    def _set(self, scale_strength: float, mean_strength: float, target: float) -> None:
+        for name, strength in (("scale_strength", scale_strength), ("mean_strength", mean_strength)):
+            if not (isinstance(strength, (int, float)) and 0 <= strength < float("inf")):
+                raise LocaterError(f"{name} must be a finite number that is not negative, got {strength!r:.80}")
+        if not (isinstance(target, (int, float)) and abs(target) < float("inf")):
+            raise LocaterError(f"target must be a finite number, got {target!r:.80}")
+        self.scale_strength, self.mean_strength = float(scale_strength), float(mean_strength)
+        self.target = float(target)
 
     @classmethod
     def from_paper(
-        cls, model: nn.Module, *, kappa_1: float = 100.0, kappa_2: float = 1.0, tokens_per_batch: int = 4096
+        cls,
+        model: nn.Module,
+        *,
+        kappa_1: float = 100.0,
+        kappa_2: float = 1.0,
+        tokens_per_batch: int = 4096,
+        schedule: Schedule | None = None,
     ) -> LocAteR:
         """The reading of the paper's κ₁ and κ₂ that shows the trends of its figures.
 
@@ -90,7 +99,11 @@ class LocAteR:
         if isinstance(tokens_per_batch, bool) or not isinstance(tokens_per_batch, int) or tokens_per_batch < 1:
             raise LocaterError(f"tokens_per_batch must be a positive whole number, got {tokens_per_batch!r:.80}")
         return cls(
-            model, scale_strength=kappa_2 / tokens_per_batch, mean_strength=kappa_1 / tokens_per_batch, target=1.0
+            model,
+            scale_strength=kappa_2 / tokens_per_batch,
+            mean_strength=kappa_1 / tokens_per_batch,
+            target=1.0,
+            schedule=schedule,
         )
 
     # ------------------------------------------------------------------ the penalty and its gradient
@@ -124,7 +137,8 @@ class LocAteR:
 
     def _groups(self, chosen: Callable[[Tensor], bool]) -> list[_Group]:
         """Modules of one shape with something to do, together; found again only when a parameter has changed."""
-        state = [(tensor.requires_grad, tensor.dtype, tensor.device) for tensor in self._tensors]
+        state: list[Any] = [(tensor.requires_grad, tensor.dtype, tensor.device) for tensor in self._tensors]
+        state.append(chosen.size() if isinstance(chosen, _HeldBy) else None)
         known = self._known_groups.get(chosen)
         if known is None or known[0] != state:
             if len(self._known_groups) > 8:  # somebody hands over a new function each time
@@ -162,16 +176,15 @@ class LocAteR:
         """
         while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
             optimizer = optimizer.optimizer  # type: ignore[attr-defined]  # accelerate's wrapper
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        ours = [tensor for attention in self.attentions for tensor in _trainable(attention)]
-        if not any(id(tensor) in held for tensor in ours):
+        chosen = _HeldBy(optimizer)
+        if not any(chosen(tensor) for attention in self.attentions for tensor in _trainable(attention)):
             raise LocaterError(
                 f"this {type(optimizer).__name__} holds none of the query and key weights of the model; "
                 "attach LocAteR to the optimizer that trains them"
             )
-
-        def chosen(tensor: Tensor) -> bool:
-            return id(tensor) in held
+        for handle in self._handles.pop(id(optimizer), ()):  # attached twice, it acts once
+            handle.remove()
+        steps = self.step
 
         def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             # args starts with the optimizer itself
@@ -188,22 +201,31 @@ class LocAteR:
             rest = {name: value for name, value in kwargs.items() if name != "closure"}
             return (optimizer, closure_and_gradient, *args[2:]), rest
 
-        self._handles.append(optimizer.register_step_pre_hook(before_step))
+        def after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            del args, kwargs
+            nonlocal steps
+            # only a schedule has to know whether the step counts, so only then is it worth waiting for the device
+            overflow = getattr(optimizer, "found_inf", None)
+            if self.schedule is None or overflow is None or not bool(overflow):
+                steps += 1
+                self.step = max(self.step, steps)  # several optimizers step together
+
+        self._handles[id(optimizer)] = (
+            optimizer.register_step_pre_hook(before_step),
+            optimizer.register_step_post_hook(after_step),
+        )
         return self
 
     def _before(self, optimizer: Optimizer, chosen: Callable[[Tensor], bool]) -> None:
         # GradScaler leaves the gradients of a fused optimizer scaled: it divides inside its kernel.
         scale = getattr(optimizer, "grad_scale", None)
-        overflow = getattr(optimizer, "found_inf", None)
         self.add_gradient_to(chosen, 1.0 if scale is None else scale)
-        # only a schedule has to know whether the step counts, so only then is it worth waiting for the device
-        if self.schedule is None or overflow is None or not bool(overflow):
-            self.step += 1
 
     def detach(self) -> None:
         """Undoes every `attach`."""
-        for handle in self._handles:
-            handle.remove()
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
         self._handles.clear()
 
     @torch.no_grad()
@@ -217,7 +239,7 @@ class LocAteR:
         return values
 
     def state_dict(self) -> dict[str, float]:
-        """What is needed to go on: the step, and the strengths to check it against."""
+        """What is needed to go on: the step, the strengths and the target (a schedule is yours to give again)."""
         return {
             "step": self.step,
             "scale_strength": self.scale_strength,
@@ -229,15 +251,31 @@ class LocAteR:
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise LocaterError(f"this is not a state of LocAteR: it lacks {', '.join(sorted(missing))}")
+        self._set(state["scale_strength"], state["mean_strength"], state["target"])
         self.step = int(state["step"])
-        self.scale_strength, self.mean_strength = float(state["scale_strength"]), float(state["mean_strength"])
-        self.target = float(state["target"])
 
     def __repr__(self) -> str:
         return (
             f"LocAteR({len(self.attentions)} attention modules, scale_strength={self.scale_strength:g}, "
             f"mean_strength={self.mean_strength:g}, target={self.target:g})"
         )
+
+
+class _HeldBy:
+    """The parameters of an optimizer, also those of groups that are added later."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._known: tuple[int, set[int]] = (-1, set())
+
+    def size(self) -> int:
+        return sum(len(group["params"]) for group in self.optimizer.param_groups)
+
+    def __call__(self, tensor: Tensor) -> bool:
+        if self._known[0] != self.size():
+            held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+            self._known = (self.size(), held)
+        return id(tensor) in self._known[1]
 
 
 def _every(tensor: Tensor) -> bool:

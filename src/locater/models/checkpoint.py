@@ -36,6 +36,10 @@ class Checkpoint:
         if name not in self.names:
             return None
         tensor = self.load(name)
+        if tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            raise LocaterError(
+                f"{name} in {self.origin} is stored as {tensor.dtype}, whose scales locater does not read"
+            )
         if not torch.isfinite(tensor).all():
             raise LocaterError(f"{name} in {self.origin} has NaN or infinite entries; its spectrum does not exist")
         return tensor
@@ -54,10 +58,20 @@ class Checkpoint:
             )
         pattern = re.compile("|".join(f"(?:{path})" for path in known.paths))
         found = {match.group(0) for name in self.names if (match := pattern.match(name)) and name[match.end()] == "."}
+        if config is not self.config:
+            found = {name for name in found if not _OTHER_TOWER.search(name)}
         if not found:
             raise LocaterError(f"{self.origin} has no attention module of {config.get('model_type')}")
         for name in sorted(found, key=_natural):
-            yield known.read(Site(name, config, self))
+            try:
+                yield known.read(Site(name, config, self))
+            except (KeyError, TypeError, AttributeError, ZeroDivisionError, RuntimeError) as error:
+                raise LocaterError(
+                    f"{self.origin}: the configuration does not describe {name}: {type(error).__name__} {error}"
+                ) from error
+
+
+_OTHER_TOWER = re.compile(r"vision|visual|audio|image|speech")
 
 
 def _natural(name: str) -> tuple[bool, list[tuple[int, str]]]:
@@ -102,7 +116,10 @@ def _folder(folder: Path) -> Checkpoint:
     for suffix, read in ((".safetensors", _safetensors), (".bin", _pickled)):
         index = next(iter(sorted(folder.glob(f"*{suffix}.index.json"))), None)
         if index is not None:
-            shards = sorted({folder / shard for shard in _json(index).get("weight_map", {}).values()})
+            weight_map = _json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+                raise LocaterError(f"{index} has no weight_map of tensor names to files")
+            shards = sorted({folder / shard for shard in weight_map.values()})
             missing = [shard.name for shard in shards if not shard.exists()]
             if missing:
                 raise LocaterError(f"{folder} lacks {missing[0]}, which {index.name} names; fetch it again")
@@ -111,6 +128,8 @@ def _folder(folder: Path) -> Checkpoint:
         if files:
             return read(files, folder)
     gguf_files = sorted(folder.glob("*.gguf"))
+    if len(gguf_files) > 1:
+        raise LocaterError(f"{folder} has {len(gguf_files)} GGUF files; name the one to scan")
     if gguf_files:
         return open_checkpoint(gguf_files[0])
     raise LocaterError(f"{folder} has no .safetensors, .bin or .gguf file")

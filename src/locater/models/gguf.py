@@ -47,6 +47,14 @@ def open_gguf(path: Path) -> Checkpoint:
         )
     config = _config(reader, architecture)
     stored = {tensor.name: tensor for tensor in reader.tensors}
+    if any(name.startswith("rope_factors_") for name in stored):
+        raise LocaterError(f"{path} uses rotary embeddings that change with the length of the text (longrope)")
+    blocks = {name.split(".")[1] for name in stored if name.startswith("blk.")}
+    if config["num_hidden_layers"] is not None and len(blocks) < config["num_hidden_layers"]:
+        raise LocaterError(
+            f"{path} holds {len(blocks)} of {config['num_hidden_layers']} blocks: it is one part of a split file; "
+            "merge the parts first"
+        )
     if "rope_freqs.weight" in stored:
         factors = stored["rope_freqs.weight"].data.astype("float64").tolist()
         config["rope_parameters"] = {"rope_type": "factors", "rope_theta": config["rope_theta"], "factors": factors}
@@ -79,6 +87,8 @@ def _unpermuted(name: str, values: Tensor, config: dict[str, Any]) -> Tensor:
     if key is None:
         return values
     heads = config[key]
+    if len(values) % (2 * heads):
+        raise LocaterError(f"{name} has {len(values)} rows, which do not split into {heads} heads")
     paired = values.reshape(heads, len(values) // heads // 2, 2, *values.shape[1:])
     return paired.swapaxes(1, 2).reshape(values.shape)
 
@@ -106,6 +116,8 @@ def _config(reader: Any, architecture: str) -> dict[str, Any]:
     if rotary is not None and rotary != width:
         config["partial_rotary_factor"] = rotary / width
     kind = field("rope.scaling.type")
+    if architecture == "gemma3":
+        config["rope_local_base_freq"] = field("rope.freq_base_swa") or 10000.0
     if kind not in (None, "none"):
         config["rope_scaling"] = {"rope_type": kind, "factor": field("rope.scaling.factor")}
     return config

@@ -82,6 +82,11 @@ class Family:
     checkpoints: tuple[str, ...]  # model_type of config.json, or GGUF's architecture
     paths: tuple[str, ...]  # patterns of the module's dotted name in a checkpoint
 
+    def owns(self, kind: type) -> bool:
+        """A class of the library the family is about, not a namesake of the user's own."""
+        ours = self.read.__module__.startswith("locater.")
+        return not ours or kind.__module__.split(".")[0] in ("torch", "transformers", "transformers_modules")
+
 
 _FAMILIES: list[Family] = []
 
@@ -105,7 +110,7 @@ def family(*, module: nn.Module | None = None, checkpoint: str | None = None) ->
     if module is not None:
         for base in type(module).__mro__:
             for candidate in _FAMILIES:
-                if base.__name__ in candidate.modules:
+                if base.__name__ in candidate.modules and candidate.owns(base):
                     return candidate
         return None
     return next((candidate for candidate in _FAMILIES if checkpoint in candidate.checkpoints), None)
@@ -165,8 +170,10 @@ def _read_live(model: nn.Module) -> Iterator[Attention]:
 def _as_mapping(config: Any) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
-    mapping: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else vars(config)
-    return mapping
+    if hasattr(config, "to_dict"):
+        mapping: Mapping[str, Any] = config.to_dict()
+        return mapping
+    return vars(config) if hasattr(config, "__dict__") else {}
 
 
 def _nearest(configs: Mapping[str, Mapping[str, Any]], name: str) -> Mapping[str, Any]:

@@ -45,7 +45,9 @@ def spectra(
     covariance: Tensor | Mapping[str, Tensor] | None = None,
 ) -> Iterator[Spectra]:
     """W_QK of every attention module, one at a time; the arguments are those of `scan`."""
-    if average_offsets is not None and (average_offsets < 1 or offset != 0):
+    if not abs(offset) < float("inf"):
+        raise LocaterError(f"offset must be a finite number, got {offset}")
+    if average_offsets is not None and (not isinstance(average_offsets, int) or average_offsets < 1 or offset != 0):
         raise LocaterError("average_offsets must be a positive whole number, and offset 0 with it")
     modules: Iterable[Attention]
     if isinstance(model_or_path, nn.Module):
@@ -56,10 +58,13 @@ def spectra(
         modules = open_checkpoint(model_or_path).attentions()
     with torch.no_grad():
         for attention in modules:
+            fold = fold_norm and attention.input_norm is not None
             if average_offsets is None:
-                qk = attention.qk_at(offset, fold_norm=fold_norm)
+                qk = attention.qk_at(offset, fold_norm=fold)
             else:
-                qk = attention.qk_mean(average_offsets, fold_norm=fold_norm)
+                qk = attention.qk_mean(average_offsets, fold_norm=fold)
+            if not (torch.isfinite(qk.w_q).all() and torch.isfinite(qk.w_k).all()):
+                raise LocaterError(f"{attention.module} has NaN or infinite weights; its spectrum does not exist")
             qk = QK(qk.w_q.double(), qk.w_k.double())
             yield Spectra(attention, _through(qk, attention.module, covariance))
 
@@ -99,7 +104,7 @@ def scan(
     average_offsets
         instead, W_QK averaged over that many offsets from 0 down
     fold_norm
-        fold the gain (and centring) of the norm before attention into W_Q and W_K
+        fold the gain (and centring) of the norm before attention into W_Q and W_K, where there is one
     covariance
         Σ of the states that enter attention, (d_model, d_model), or one for each module by name
         (`locater.models.covariances` estimates them); the identity if not given

@@ -11,8 +11,8 @@ from locater.errors import LocaterError
 
 Array = NDArray[np.float64]
 
-_SYMMETRY = 1e-8  # relative to the largest entry; float32 covariances estimated from data pass
-_NEGATIVE = 1e-7  # relative to the largest eigenvalue
+_SYMMETRY = 1e-5  # relative to the largest entry; float32 covariances estimated from data pass
+_NEGATIVE = 1e-5  # relative to the largest eigenvalue
 
 
 def to_numpy(value: Any) -> NDArray[Any]:

@@ -80,6 +80,7 @@ def spectrum_at(xi: float, eta: float, dim: int) -> Array:
 
     |ξ| ≤ √dim is the bound (5).
     """
+    dim, eta = check.at_least("dim", dim, 1), check.positive("eta", eta)
     if not abs(xi) <= np.sqrt(dim):
         raise LocaterError(f"xi must be within ±√dim = ±{np.sqrt(dim):.4g} by the bound (5), got {xi}")
     shape = normal_spectrum(0.0, 1.0, dim)

@@ -30,6 +30,8 @@ class Heads:
         groups = site.setting("num_key_value_heads", default=heads)
         hidden = site.setting("hidden_size", "n_embd", "d_model", "dim", default=None)
         width = site.setting("head_dim", default=None)
+        if not all(isinstance(n, int) and n > 0 for n in (heads, groups)):
+            raise LocaterError(f"{site.name}: head counts must be positive whole numbers, got {heads!r} and {groups!r}")
         if heads % groups:
             raise LocaterError(f"{site.name}: {heads} query heads cannot share {groups} key heads evenly")
         if width is None:

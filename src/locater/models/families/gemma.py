@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from locater.models.attention import Attention, Rope
 from locater.models.families._parts import Heads, rms_norm, rope, rope_from, separate
 from locater.models.registry import Site, register
@@ -11,10 +13,12 @@ from locater.models.registry import Site, register
     "GemmaAttention",
     "Gemma2Attention",
     "Gemma3Attention",
-    checkpoints=("gemma", "gemma2", "gemma3_text", "gemma3"),
+    checkpoints=("gemma", "gemma2", "gemma3_text"),
     paths=(r"(?:.*\.)?layers\.\d+\.self_attn",),
 )
 def read(site: Site) -> Attention:
+    if site.setting("model_type", default="") == "gemma3_text":
+        site = replace(site, config={**_GEMMA3_DEFAULTS, **{k: v for k, v in site.config.items() if v is not None}})
     heads = Heads.of(site)
     query, key = separate(site, "q_proj", "k_proj", heads)
     return site.attention(
@@ -27,6 +31,17 @@ def read(site: Site) -> Attention:
         softcap=site.setting("attn_logit_softcapping", default=None),
         input_norm=rms_norm(site, "../input_layernorm", plus_one=True),
     )
+
+
+# what a Gemma 3 config.json may leave out
+_GEMMA3_DEFAULTS = {
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+}
 
 
 def _rope(site: Site, width: int) -> Rope:

@@ -6,6 +6,9 @@ Nothing is guessed: a module that looks like attention but does not say its head
 
 from __future__ import annotations
 
+import inspect
+import re
+
 from torch import nn
 
 from locater.errors import LocaterError
@@ -17,7 +20,9 @@ NAMES = (("q_proj", "k_proj"), ("query", "key"), ("to_q", "to_k"), ("wq", "wk"),
 HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads", "nhead")
 KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
 SCALES = ("scaling", "scale", "softmax_scale", "attention_scale")
-OTHER_PARTS = ("rotary_emb", "rope", "q_norm", "k_norm", "query_norm", "key_norm", "softcap", "logit_softcap")
+# members, and arguments of forward, that change the logits in ways this file does not know
+OTHER_PARTS = re.compile(r"rotary|rope|softcap|relative|alibi|^(q|k|query|key|qk)_?(layer)?_?norm")
+FROM_OUTSIDE = re.compile(r"position_embeddings|position_bias|rotary|rope|^cos$|^sin$|alibi|relative|freqs")
 
 
 def looks_like_attention(module: nn.Module) -> bool:
@@ -31,22 +36,23 @@ def read(site: Site) -> Attention:
         return _joint(site, module)
     names = _names(module)
     assert names is not None
-    others = [name for name in OTHER_PARTS if getattr(module, name, None) is not None]
+    others = [name for name in dir(module) if OTHER_PARTS.search(name) and getattr(module, name, None) is not None]
+    others += [name for name in inspect.signature(module.forward).parameters if FROM_OUTSIDE.search(name)]
     if others:
         raise _refusal(site, f"it also has {', '.join(others)}, whose effect on the logits is not known")
     count, scale = _first(module, HEAD_COUNTS), _first(module, SCALES)
     if not isinstance(count, int):
         raise _refusal(site, f"its head count is under none of {', '.join(HEAD_COUNTS)}")
-    if not isinstance(scale, float):
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise _refusal(site, f"the scale of its logits is under none of {', '.join(SCALES)} as a number")
     query: nn.Linear = getattr(module, names[0])
     groups = _first(module, KEY_HEAD_COUNTS)
     groups = groups if isinstance(groups, int) else count
-    if query.out_features % count or count % groups:
+    if count < 1 or groups < 1 or query.out_features % count or count % groups:
         raise _refusal(site, f"{query.out_features} outputs do not split into {count} heads in {groups} groups")
     heads = Heads(groups, count // groups, query.out_features // count)
     q, k = separate(site, *names, heads)
-    return site.attention(q, k, scale=scale)
+    return site.attention(q, k, scale=float(scale))
 
 
 def _joint(site: Site, module: nn.Module) -> Attention:
