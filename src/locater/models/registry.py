@@ -84,7 +84,7 @@ class Family:
 
     def owns(self, kind: type) -> bool:
         """A class of the library the family is about, not a namesake of the user's own."""
-        ours = self.read.__module__.startswith("locater.")
+        ours = (self.read.__module__ or "").startswith("locater.")  # None in an interactive session
         return not ours or kind.__module__.split(".")[0] in ("torch", "transformers", "transformers_modules")
 
 
