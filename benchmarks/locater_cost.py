@@ -125,6 +125,32 @@ def gpt2_step(batch: int, tokens: int) -> float:
     return plain
 
 
+def llama_step(tokens: int) -> None:
+    """A step of Llama-7B's shape: float32 weights, bf16 autocast, plain SGD so that it fits."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(LlamaConfig(intermediate_size=11008, use_cache=False)).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    ids = torch.randint(0, 32000, (1, tokens), device="cuda")
+
+    def run() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+
+    plain = milliseconds(run, "cuda", 3)
+    reg = LocAteR(model, scale_strength=1e-4, mean_strength=1e-4)
+    alone = milliseconds(reg.add_gradient_, "cuda", 10)
+    print(
+        f"Llama-7B's shape, 1 × {tokens} tokens, bf16, SGD: a step {plain:.0f} ms; LocAteR alone {alone:.2f} ms, "
+        f"{100 * alone / plain:.2f}% of a step",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -137,6 +163,7 @@ def main() -> None:
         step = gpt2_step(32, 1024)
         torch.set_float32_matmul_precision("high")  # TF32
         large = report("32 × 32 heads of 128 × 4096, TF32", (32, 32, 128, 4096), device, 20)
+        llama_step(4096)
         print(f"claims: {small:.2f} ≤ 0.6 ms, {100 * small / step:.2f} ≤ 1% of a step, {large:.2f} ≤ 8 ms")
 
 
