@@ -129,7 +129,7 @@ def test_lower_precisions_follow_float64(dtype):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-new", "whisper", "plain, grouped", "joint, three heads"])
 def test_modules_stacked_into_one_batch_get_the_same_gradients(name):
     """As on a GPU without Triton; on a CPU each is worked on in place."""
-    from locater.control.locater import _Coefficients
+    from locater.control._closed_form import Coefficients
 
     model = nn.ModuleList([MODELS[name](), MODELS[name]()]).double()
     reg = regulariser(model)
@@ -139,7 +139,7 @@ def test_modules_stacked_into_one_batch_get_the_same_gradients(name):
     groups = reg._groups(lambda _: True)
     assert max(len(group.members) for group in groups) > 1
     for group in groups:
-        group.add_stacked(group.members, _Coefficients(2 * reg.scale_strength, 2 * reg.mean_strength, reg.target))
+        group.add_stacked(group.members, Coefficients(2 * reg.scale_strength, 2 * reg.mean_strength, reg.target))
     for key, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, in_place[key], rtol=1e-12, atol=1e-12)
 

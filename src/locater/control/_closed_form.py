@@ -1,0 +1,191 @@
+"""LocAteR's gradient in closed form, for attention modules of one shape together.
+
+Legend: S modules worked on together, G key heads, R query heads for each, K head width, D model width.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from locater.control import _kernels
+from locater.control._dense import gathered, is_sharded, scattered_add_
+from locater.models import Attention, Projection
+
+__all__ = ["Coefficients", "Group", "projections", "shapes"]
+
+_STACK_BYTES = 64 << 20  # on a GPU without Triton, modules are stacked up to this size
+
+
+def projections(attention: Attention) -> list[Projection]:
+    return [attention.key] if attention.query is None else [attention.query, attention.key]
+
+
+class Coefficients(NamedTuple):
+    """scale · ½∇tr(WᵀW) + mean · ½∇(tr W − target)² is what is added; a loss scale makes them tensors."""
+
+    scale: float | Tensor
+    mean: float | Tensor
+    target: float
+
+
+class Group:
+    """Attention modules of one shape; the gradients of which of their factors are wanted."""
+
+    def __init__(self, members: list[Attention], wanted: tuple[bool, bool]) -> None:
+        self.members = members
+        self.wanted = wanted  # query, key
+
+    def add_gradient_(self, c: Coefficients) -> None:
+        if self._add_by_kernels(c):
+            return
+        one = self.members[0].key.tensor
+        # on a GPU small modules wait for launches, not for arithmetic: stack them; on a CPU there are none to save
+        stacked = one.is_cuda and not is_sharded(one)
+        size = max(1, _STACK_BYTES // (2 * one.numel() * one.element_size())) if stacked else 1
+        for start in range(0, len(self.members), size):
+            self.add_stacked(self.members[start : start + size], c)
+
+    def _add_by_kernels(self, c: Coefficients) -> bool:
+        """On a GPU with Triton: all modules in two launches, nothing of a weight's size allocated."""
+        if self._layout is None:
+            return False
+        rows = []
+        for member, (at_q, at_k) in zip(self.members, self._offsets, strict=True):
+            assert member.query is not None
+            q, k = member.query.tensor, member.key.tensor
+            g_q, g_k = (_gradient_of(x) if wanted else x for x, wanted in zip((q, k), self.wanted, strict=True))
+            if g_q.stride() != q.stride() or g_k.stride() != k.stride() or g_q.dtype != q.dtype or g_k.dtype != k.dtype:
+                return False
+            rows.append([q.data_ptr() + at_q, k.data_ptr() + at_k, g_q.data_ptr() + at_q, g_k.data_ptr() + at_k])
+        self._layout.add_(rows, *c)
+        return True
+
+    @cached_property
+    def _layout(self) -> _kernels.Layout | None:
+        """How the kernels find their way in these modules; None where they do not apply."""
+        keys = [member.key for member in self.members]
+        queries = [member.query for member in self.members if member.query is not None]
+        if not queries or not keys[0].tensor.is_cuda or is_sharded(keys[0].tensor):
+            return None
+        w_q, w_k = ([p.weight for p in parts] for parts in (queries, keys))
+        if not _kernels.supported(w_q, w_k, None, None):
+            return None
+        g_q, g_k = (weights[0] if wanted else None for weights, wanted in zip((w_q, w_k), self.wanted, strict=True))
+        return _kernels.Layout.of(w_q[0], w_k[0], g_q, g_k)
+
+    @cached_property
+    def _offsets(self) -> list[tuple[int, int]]:
+        """Where each view starts in the tensor that stores it, in bytes."""
+
+        def offset(projection: Projection) -> int:
+            return projection.weight.data_ptr() - projection.tensor.data_ptr()
+
+        return [(offset(member.query), offset(member.key)) for member in self.members if member.query is not None]
+
+    def add_stacked(self, members: list[Attention], c: Coefficients) -> None:
+        """The same by batched products: one module in place, several through a stack."""
+        stores = {id(p.tensor): _Store(p.tensor) for member in members for p in projections(member)}
+
+        def weights(parts: list[Projection]) -> Tensor:
+            return _stack([p.view(stores[id(p.tensor)].weight) for p in parts])
+
+        def gradients(parts: list[Projection]) -> _Target:
+            return _Target([p.view(stores[id(p.tensor)].gradient()) for p in parts])
+
+        keys = [member.key for member in members]
+        queries = [member.query for member in members if member.query is not None]
+        w_k = weights(keys)  # (S, G, 1, K, D)
+        if not queries:
+            gradients(keys).add_(_joint_gradient(w_k, c))
+        else:
+            w_q = weights(queries)  # (S, G, R, K, D)
+            trace = torch.linalg.vecdot(w_q.flatten(-2), w_k.flatten(-2))  # (S, G, R)
+            pull = (c.mean * (trace - c.target))[..., None, None]
+            gram_k = c.scale * (w_k @ w_k.mT)
+            gram_q = c.scale * (w_q @ w_q.mT).sum(-3, keepdim=True)
+            if self.wanted[0]:
+                gradients(queries).add_product_(gram_k, w_q, pull, w_k)
+            if self.wanted[1]:
+                gradients(keys).add_product_(gram_q, w_k, pull, w_q)
+        for store in stores.values():
+            store.finish()
+
+
+def _gradient_of(tensor: Tensor) -> Tensor:
+    if tensor.grad is None:
+        tensor.grad = torch.zeros_like(tensor)
+    return tensor.grad
+
+
+class _Store:
+    """One parameter: its whole weight, and a whole gradient to write into."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.weight = gathered(tensor)
+        self._whole: Tensor | None = None
+
+    def gradient(self) -> Tensor:
+        if self._whole is None:
+            sharded = self.weight is not self.tensor
+            self._whole = torch.zeros_like(self.weight) if sharded else _gradient_of(self.tensor)
+        return self._whole
+
+    def finish(self) -> None:
+        if self._whole is not None and self.weight is not self.tensor:
+            scattered_add_(self.tensor, self._whole)
+
+
+def _stack(views: list[Tensor]) -> Tensor:
+    """(S, …), at least float32; a single one stays where it is."""
+    stacked = views[0][None] if len(views) == 1 else torch.stack(views)
+    return stacked.float() if stacked.dtype in (torch.bfloat16, torch.float16) else stacked
+
+
+class _Target:
+    """Gradients (S, G, R or 1, K, D) to add to: one in place, several through a stack."""
+
+    def __init__(self, views: list[Tensor]) -> None:
+        self.views = views
+
+    def add_(self, gradient: Tensor) -> None:
+        parts = [part.to(view.dtype) for view, part in zip(self.views, gradient.unbind(0), strict=True)]
+        torch._foreach_add_(self.views, parts)
+
+    def add_product_(self, gram: Tensor, weight: Tensor, pull: Tensor, other: Tensor) -> None:
+        """Adds gram @ weight + pull · other, the latter summed over R where the gradient is shared by R heads."""
+        shared = self.views[0].shape[-3] == 1 < other.shape[-3]
+        view = self.views[0]
+        if len(self.views) > 1 or view.dtype != weight.dtype or not _flattens(view):
+            product = gram @ weight
+            self.add_(product.add_((other * pull).sum(-3, keepdim=True)) if shared else product.addcmul_(other, pull))
+            return
+        # one large module: accumulate into its gradient without a copy of its size
+        heads, (k, d) = view.shape[0] * view.shape[1], view.shape[-2:]
+        flat = view.view(heads, k, d)
+        grams = gram[0].expand(*view.shape[:2], k, k).reshape(heads, k, k)
+        flat.baddbmm_(grams, weight[0].reshape(heads, k, d))
+        for r in range(other.shape[-3] if shared else 1):
+            view.addcmul_(other[0, :, r : r + 1] if shared else other[0], pull[0, :, r : r + 1] if shared else pull[0])
+
+
+def _flattens(view: Tensor) -> bool:
+    """Whether the two head dimensions can be one without copying."""
+    return view.shape[1] == 1 or view.stride(0) == view.shape[1] * view.stride(1)
+
+
+def _joint_gradient(w: Tensor, c: Coefficients) -> Tensor:
+    """For a W_QK (S, G, 1, D, D) that is trained itself: scale · W + mean · (tr W − target) I."""
+    gradient = c.scale * w
+    pull = c.mean * (w.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) - c.target)
+    gradient.diagonal(dim1=-2, dim2=-1).add_(pull)
+    return gradient
+
+
+def shapes(attention: Attention) -> tuple[torch.Size, ...]:
+    """(G, R, K, D) of the query and (G, 1, K, D) of the key."""
+    return tuple(p.view(torch.empty(p.tensor.shape, device="meta")).shape for p in projections(attention))
