@@ -99,12 +99,8 @@ def bandwidth() -> float:
     return 2 * a.numel() * 4 / (1e-3 * milliseconds(lambda: b.copy_(a), "cuda", 10))
 
 
-def gpt2_step(batch: int, tokens: int) -> float:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa", use_cache=False)).cuda().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    ids = torch.randint(0, 50257, (batch, tokens), device="cuda")
+def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor):
+    """One step in bf16 autocast."""
 
     def run() -> None:
         optimizer.zero_grad()
@@ -113,6 +109,15 @@ def gpt2_step(batch: int, tokens: int) -> float:
         loss.backward()
         optimizer.step()
 
+    return run
+
+
+def gpt2_step(batch: int, tokens: int) -> float:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(attn_implementation="sdpa", use_cache=False)).cuda().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    run = training_step(model, optimizer, torch.randint(0, 50257, (batch, tokens), device="cuda"))
     plain = milliseconds(run, "cuda", 5)
     reg = LocAteR(model, scale_strength=1e-4, mean_strength=1e-4).attach(optimizer)
     attached = milliseconds(run, "cuda", 5)
@@ -132,15 +137,7 @@ def llama_step(tokens: int) -> None:
     with torch.device("cuda"):
         model = LlamaForCausalLM(LlamaConfig(intermediate_size=11008, use_cache=False)).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    ids = torch.randint(0, 32000, (1, tokens), device="cuda")
-
-    def run() -> None:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-
+    run = training_step(model, optimizer, torch.randint(0, 32000, (1, tokens), device="cuda"))
     plain = milliseconds(run, "cuda", 3)
     reg = LocAteR(model, scale_strength=1e-4, mean_strength=1e-4)
     alone = milliseconds(reg.add_gradient_, "cuda", 10)

@@ -91,6 +91,7 @@ MISTAKES = [
     (("rho",), "Missing option '--mean'"),
     (("rho", "--mean", "x"), "--mean"),
     (("rho", "--mean", "nan"), "mean must be finite"),
+    (("rho", "--mean", "1e200", "--json", "-"), "overflow"),
     (("rho", "--mean", "0.1", "--std", "-1"), "std must not be negative"),
     (("rho", "--mean", "0.1", "--dim", "0"), "dim must be"),
     (("rho", "--mean", "0.1", "--tokens", "1"), "tokens must be a whole number of at least 2, got 1"),

@@ -58,7 +58,10 @@ def _progress(what: str) -> Iterator[Any]:
 
 
 def _write_json(target: str, value: Any) -> None:
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
+    except ValueError as error:
+        raise LocaterError("the numbers overflow and JSON cannot hold them; use smaller values") from error
     if target == "-":
         print(text)
         return

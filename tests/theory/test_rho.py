@@ -436,6 +436,7 @@ walk5 = TokenProcess.random_walk(5)
         (lambda: rho(3.0, walk5, 1.0), "non-empty"),
         (lambda: rho([1.0, np.nan], walk5, 1.0), "eigenvalues must be finite, got nan at index 1"),
         (lambda: rho([np.inf], walk5, 1.0), "finite, got inf"),
+        (lambda: rho([1e200], walk5, 1.0), "at most 1e100 in size, got 1e\\+200"),
         (lambda: rho([1 + 1j, 1 - 1j], walk5, 1.0), "pass the QK itself"),
         (lambda: rho(["a"], walk5, 1.0), "real numbers"),
         (lambda: rho([1.0], walk5, 0.0), "temperature must be one positive number, got 0.0"),

@@ -58,6 +58,10 @@ def real_eigenvalues(value: ArrayLike) -> Array:
     array = finite("eigenvalues", array)
     if array.ndim == 0 or array.shape[-1] == 0:
         raise LocaterError(f"eigenvalues must be a non-empty list, got shape {array.shape}")
+    if np.abs(array).max(initial=0.0) > 1e100:
+        raise LocaterError(
+            f"eigenvalues must be at most 1e100 in size, got {np.abs(array).max():.6g}: squares overflow"
+        )
     return array
 
 
