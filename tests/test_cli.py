@@ -129,6 +129,9 @@ def test_ctrl_c_stops_cleanly_and_leaves_nothing_half_written(tmp_path):
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        ),  # a job in the background ignores it
     )
     time.sleep(6)
     process.send_signal(signal.SIGINT)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.box import HEAVY_HEAD, SIMPLE_HEAD, Box
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.box import SIMPLE_HEAD
 
-from locater import __version__
+from locater import __version__, _lab_commands
+from locater import _terminal as terminal
+from locater._terminal import JsonOption, OutOption, SeedOption
 from locater.errors import LocaterError
 from locater.files import writable_folder, write_file
 
@@ -34,55 +29,7 @@ app = typer.Typer(
 
 _STOPPED = 128 + signal.SIGINT
 
-JsonOption = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
-]
-OutOption = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the files; made if missing.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
-
-
-def _out() -> Console:
-    """Standard output; a file or a pipe has no edge at which to fold tables."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=200)
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Any]:
-    """A bar on standard error that takes the share done; nothing where nobody watches."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=None)  # until the first share is told, a pulse
-        yield lambda share: bar.update(task, total=1.0, completed=share)
-
-
-def _write_json(target: str, value: Any) -> None:
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
-    except ValueError as error:
-        raise LocaterError("the numbers overflow and JSON cannot hold them; use smaller values") from error
-    if target == "-":
-        print(text)
-        return
-    write_file(Path(target), (text + "\n").encode())
-
-
-def _plain(value: Any) -> Any:
-    """numpy's numbers and arrays as Python's."""
-    return value.tolist()
-
-
-def _table(rows: list[dict[str, Any]], title: str, box: Box = HEAVY_HEAD) -> Table:
-    table = Table(title=title or None, title_justify="left", box=box)
-    names = list(dict.fromkeys(key for row in rows for key in row))
-    for name in names:
-        words = any(isinstance(row.get(name), str) for row in rows)
-        table.add_column(name, justify="left" if words else "right", overflow="fold")
-    for row in rows:
-        cells = (row.get(name, "") for name in names)
-        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
-    return table
+_lab_commands.register(app)
 
 
 @app.command("rho")
@@ -106,16 +53,16 @@ def rho_command(
     spectrum = normal_spectrum(mean, std, dim)
     tokens_process = _process(process, tokens)
     lam = float(np.sqrt(dim)) if temperature is None else temperature
-    with _progress(f"ρ, {method}"):
+    with terminal.progress(f"ρ, {method}"):
         values = rho(spectrum, tokens_process, lam, method, samples=samples, seed=seed)
     name = regime(values)
     if json_file is not None:
         exact = moments(spectrum, tokens_process, lam)
         given = {"mean": mean, "std": std, "dim": dim, "tokens": tokens, "temperature": lam}
         more = {"method": method, "process": process, "regime": name, "rho": values}
-        _write_json(json_file, given | more | {"z_mean": exact.mean, "z_variance": exact.variance})
+        terminal.write_json(json_file, given | more | {"z_mean": exact.mean, "z_variance": exact.variance})
     if json_file != "-":
-        console = _out()
+        console = terminal.out()
         console.print(f"ρ, {method}: {name}   (tr W/λ = {spectrum.sum() / lam:.4g}, T = {tokens}, d = {dim})")
         for i in np.unique(np.linspace(0, tokens - 1, min(tokens, 40)).round().astype(int)):
             console.print(f"{i + 1:>6}  {values[i]:.6f}  {'█' * round(40 * float(values[i]))}", highlight=False)
@@ -140,17 +87,20 @@ def _process(name: str, tokens: int) -> Any:
 
 @app.command("figure")
 def figure_command(
-    number: Annotated[int, typer.Argument(help="1 to 5, the paper's numbering.")],
+    number: Annotated[int, typer.Argument(help="1 to 12, the paper's numbering.")],
     out: OutOption = Path("figures"),
+    runs: Annotated[
+        Path | None, typer.Option("--runs", metavar="DIR", help="For 6 to 12: the folder of a sweep.")
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Draw a figure of the paper: PNG, SVG and the data as JSON."""
     from locater.figures import draw
 
-    with _progress(f"figure {number}") as progress:
-        written = draw(number, out, progress)
+    with terminal.progress(f"figure {number}") as progress:
+        written = draw(number, out, progress, runs=runs)
     if json_file is not None:
-        _write_json(json_file, {"figure": number, "files": [str(path) for path in written]})
+        terminal.write_json(json_file, {"figure": number, "files": [str(path) for path in written]})
     if json_file != "-":
         for path in written:
             print(path)
@@ -179,7 +129,7 @@ def scan_command(
         if target is not None and not target.parent.is_dir():
             raise LocaterError(f"cannot write {target}: there is no folder {target.parent}")
     options: dict[str, Any] = {"offset": offset, "average_offsets": average_offsets, "fold_norm": fold_norm}
-    with _progress("scanning"):
+    with terminal.progress("scanning"):
         table = scan(model, tokens=tokens, **options)
         written: list[Path] = []
         if plot is not None:
@@ -188,11 +138,11 @@ def scan_command(
         write_file(csv, table.to_csv(index=False).encode())
     if json_file is not None:
         rows = [{key: None if cell != cell else cell for key, cell in row.items()} for row in table.to_dict("records")]
-        _write_json(json_file, {"model": model, **options, "tokens": tokens, "heads": rows})
+        terminal.write_json(json_file, {"model": model, **options, "tokens": tokens, "heads": rows})
     if json_file == "-":
         return
     counts = table["regime"].value_counts()
-    console = _out()
+    console = terminal.out()
     console.print(
         f"{model}: {len(table)} heads in {table['module'].nunique()} attention modules; "
         + ", ".join(f"{count} {name}" for name, count in counts.items()),
@@ -205,7 +155,7 @@ def scan_command(
     ]  # fmt: skip
     if table["kind"].nunique() == 1:
         records = [{name: cell for name, cell in row.items() if name != "kind"} for row in records]
-    console.print(_table(records, "", box=SIMPLE_HEAD))
+    console.print(terminal.table(records, "", box=SIMPLE_HEAD))
     for path in written:
         print(path)
 
@@ -236,39 +186,67 @@ def study_command(
     if name is None:
         rows = [{"study": key, "asks": study.question, "of": study.title} for key, study in STUDIES.items()]
         if json_file is not None:
-            _write_json(json_file, {"studies": rows})
+            terminal.write_json(json_file, {"studies": rows})
         if json_file != "-":
-            _out().print(_table(rows, "locater study NAME"))
+            terminal.out().print(terminal.table(rows, "locater study NAME"))
         return
     if name not in STUDIES:
         raise LocaterError(f"study must be one of {', '.join(STUDIES)}, got {name!r}")
     study = STUDIES[name]
-    with _progress(name):
+    with terminal.progress(name):
         result = study.run(seed)
     if json_file is not None:
         plain = [{key: None if cell != cell else cell for key, cell in row.items()} for row in result]
-        _write_json(json_file, {"study": name, "question": study.question, "seed": seed, "rows": plain})
+        terminal.write_json(json_file, {"study": name, "question": study.question, "seed": seed, "rows": plain})
     if json_file != "-":
-        _out().print(_table(result, f"{study.title}: {study.question}"))
+        terminal.out().print(terminal.table(result, f"{study.title}: {study.question}"))
 
 
 @app.command("demo")
-def demo_command(out: OutOption = Path("locater-demo"), seed: SeedOption = 0, json_file: JsonOption = None) -> None:
-    """Predict where attention looks from six spectra, simulate it, and show both."""
-    from locater.demo import SPECTRA, compare
-    from locater.figures import draw
+def demo_command(
+    out: OutOption = Path("locater-demo"),
+    seed: SeedOption = 0,
+    steps: Annotated[int | None, typer.Option(help="Updates of the trained models; the preset's if not given.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Predict where attention looks and simulate it; then train small language models with and without LocAteR."""
+    from locater import demo
+    from locater.figures import draw, draw_run
 
-    results: list[dict[str, Any]] = []
-    with _progress("simulating") as progress:
-        written = draw(5, out, lambda share: progress(0.3 * share))
-        for done, (mean, std) in enumerate(SPECTRA, start=1):
-            results.append(compare(mean, std, seed=seed))
-            progress(0.3 + 0.7 * done / len(SPECTRA))
+    folder = writable_folder(out)
+    with terminal.progress("simulating") as progress:
+        written = draw(5, folder, lambda share: progress(0.3 * share))
+        results: list[dict[str, Any]] = []
+        for done, (mean, std) in enumerate(demo.SPECTRA, start=1):
+            results.append(demo.compare(mean, std, seed=seed))
+            progress(0.3 + 0.7 * done / len(demo.SPECTRA))
+    if json_file != "-":
+        _print_predictions(results)
+        print(
+            "Training the laptop preset on the State of the Union addresses, three models as one program …", flush=True
+        )
+    with _lab_commands.watching() as watch:
+        runs = demo.train_models(folder, seed=seed, steps=steps, watch=watch)
+    rows = _lab_commands.summary(runs)
+    written += draw_run(runs, folder, "laptop")
     if json_file is not None:
-        _write_json(json_file, {"spectra": results, "files": [str(path) for path in written]})
+        files = [str(path) for path in written]
+        terminal.write_json(json_file, {"spectra": results, "members": rows, "runs": str(runs), "files": files})
     if json_file == "-":
         return
-    console = _out()
+    console = terminal.out()
+    names = {"none": "no LocAteR"} | {f"k{kappa:g}": f"LocAteR, κ₂ = {kappa:g}" for kappa in demo.KAPPAS if kappa}
+    shown = ("perplexity", "scale", "trace", "entropy", "max logit")
+    table = [{"model": names[row["member"].split("-")[0]]} | {key: row[key] for key in shown} for row in rows]
+    console.print(terminal.table(table, "", box=SIMPLE_HEAD))
+    console.print(
+        "perplexity: on addresses the models have not seen; scale tr(W_QKᵀW_QK), trace tr W_QK; entropy in nats."
+    )
+    console.print("Pictures:", *(str(path) for path in written if path.suffix == ".png"), highlight=False)
+
+
+def _print_predictions(results: list[dict[str, Any]]) -> None:
+    console = terminal.out()
     gaps = {"exact": "exact", "large T": "asymptotic", "printed": "printed"}
     rows = [
         {
@@ -283,10 +261,9 @@ def demo_command(out: OutOption = Path("locater-demo"), seed: SeedOption = 0, js
     ]
     console.print("Where attention looks: ρ from token 1 to the query, token 40, predicted from the")
     console.print("mean and std of the eigenvalues of W_QK (d = 128), and counted in 4,000 walks.")
-    console.print(_table(rows, "", box=SIMPLE_HEAD))
+    console.print(terminal.table(rows, "", box=SIMPLE_HEAD))
     console.print("exact, large T, printed: largest distance of each formula from the simulated ρ;")
-    console.print(f"sampling explains up to {results[0]['four_standard_errors']:.3f} (4 standard errors).")
-    console.print(f"Picture: {written[0]}", highlight=False)
+    console.print(f"sampling explains up to {results[0]['four_standard_errors']:.3f} (4 standard errors).\n")
 
 
 def _sparkline(values: list[float], width: int = 10) -> str:

@@ -1,7 +1,9 @@
-"""The main job, small: predict where attention looks, then look."""
+"""The main job, small: predict where attention looks, simulate it, train models with and without LocAteR."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ from locater.theory import TokenProcess, normal_spectrum, regime, rho
 from locater.theory.law import spectrum_of
 from locater.theory.simulate import rho_by_walks
 
-__all__ = ["SPECTRA", "compare"]
+__all__ = ["KAPPAS", "SPECTRA", "compare", "train_models"]
 
 SPECTRA = ((0.05, 0.02), (0.2, 0.05), (0.4, 0.1), (-0.2, 0.05), (0.0, 0.3), (0.1, 2.0))
 """Means and standard deviations of the eigenvalues of W_QK, a row of the demo each."""
@@ -34,3 +36,21 @@ def compare(
         "largest_gap": {name: float(np.abs(values - simulated).max()) for name, values in predicted.items()},
         "four_standard_errors": float(4 * np.sqrt(0.25 / walks)),
     }
+
+
+KAPPAS = (None, 1.0, 100.0)
+"""LocAteR's κ₂ of the trained models; None is without it."""
+
+
+def train_models(
+    out: Path, *, seed: int = 0, steps: int | None = None, watch: Callable[[str, Any], None] | None = None
+) -> Path:
+    """Trains the laptop preset's models, stacked; gives the folder of the sweep."""
+    from locater.lab import members_for, preset, sweep
+
+    chosen = preset("laptop")
+    config = chosen.config if steps is None else chosen.config.changed(steps=steps)
+    members = members_for(config, KAPPAS, seeds=[seed], learning_rate=chosen.learning_rate)
+    folder = out / f"laptop-seed-{seed}"
+    sweep(config, members, folder, watch=watch, about={"preset": "laptop"})
+    return folder

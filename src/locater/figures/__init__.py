@@ -16,9 +16,13 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-__all__ = ["FIGURES", "draw", "draw_scan"]
+    from locater.figures._paper import Drawing, Progress
 
-FIGURES = (1, 2, 3, 4, 5)
+__all__ = ["FIGURES", "FROM_RUNS", "draw", "draw_run", "draw_scan"]
+
+FIGURES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)
+FROM_RUNS = (6, 7, 8, 9, 10, 11, 12)
+"""Those that show trained models: they need the folder of a sweep."""
 
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -34,18 +38,35 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def draw(number: int, out: str | Path, progress: Callable[[float], None] | None = None) -> list[Path]:
-    """Draws figure `number` into the folder `out`: figure-N.png, .svg and .json. All three, or none."""
+def draw(
+    number: int,
+    out: str | Path,
+    progress: Callable[[float], None] | None = None,
+    runs: str | Path | None = None,
+) -> list[Path]:
+    """Draws figure `number` into the folder `out`: figure-N.png, .svg and .json. All three, or none.
+
+    Figures 6 to 12 show the sweep in the folder `runs`.
+    """
     if number not in FIGURES:
         raise LocaterError(f"figure must be one of {', '.join(map(str, FIGURES))}, got {number}")
-    from locater.figures import _paper
-
+    make = _from_runs(number, runs) if number in FROM_RUNS else _from_theory(number)
     folder = writable_folder(Path(out))
     with style():
-        drawing = getattr(_paper, f"figure_{number}")(progress or (lambda _: None))
-        contents = pictures(drawing.figure)
-    contents["json"] = json.dumps({"figure": number, **drawing.data}).encode()
-    return [write_file(folder / f"figure-{number}.{kind}", content) for kind, content in contents.items()]
+        files = _files(f"figure-{number}", make(progress or (lambda _: None)), {"figure": number})
+    return [write_file(folder / name, content) for name, content in files.items()]
+
+
+def draw_run(folder: str | Path, out: str | Path, name: str) -> list[Path]:
+    """Draws any run or sweep as Figs. 6 and 7 draw the paper's: NAME-curves and NAME-rho, as PNG, SVG and JSON."""
+    from locater.figures import _lab
+    from locater.lab.claims import read_sweep
+
+    sweep = read_sweep(folder)
+    target = writable_folder(Path(out))
+    with style():
+        files = _files(f"{name}-curves", _lab.curves(sweep)) | _files(f"{name}-rho", _lab.propagation(sweep))
+    return [write_file(target / file, content) for file, content in files.items()]
 
 
 def draw_scan(table: pd.DataFrame, eigenvalues: Sequence[tuple[str, Any]], title: str, out: str | Path) -> list[Path]:
@@ -57,6 +78,31 @@ def draw_scan(table: pd.DataFrame, eigenvalues: Sequence[tuple[str, Any]], title
         drawn = {"scan-maps": scan.maps(table, title), "scan-eigenvalues": scan.clouds(eigenvalues, title)}
         contents = {f"{name}.{kind}": data for name, fig in drawn.items() for kind, data in pictures(fig).items()}
     return [write_file(folder / name, content) for name, content in contents.items()]
+
+
+def _from_theory(number: int) -> Callable[[Progress], Drawing]:
+    from locater.figures import _paper
+
+    make: Callable[[Progress], Drawing] = getattr(_paper, f"figure_{number}")
+    return make
+
+
+def _from_runs(number: int, runs: str | Path | None) -> Callable[[Progress], Drawing]:
+    """Reads the runs, so that those which do not fit leave no folder behind."""
+    if runs is None:
+        raise LocaterError(
+            "figures 6 to 12 need the folder of a sweep: --runs DIR, made by `locater sweep paper-d128-l1`"
+        )
+    from locater.figures import _lab
+
+    sweep = _lab.sweep_for(number, runs)
+    return lambda progress: _lab.figure(number, sweep, progress)
+
+
+def _files(stem: str, drawing: Drawing, heading: dict[str, Any] | None = None) -> dict[str, bytes]:
+    """A drawing as PNG, SVG and JSON."""
+    contents = pictures(drawing.figure) | {"json": json.dumps({**(heading or {}), **drawing.data}).encode()}
+    return {f"{stem}.{kind}": content for kind, content in contents.items()}
 
 
 def style() -> AbstractContextManager[None]:

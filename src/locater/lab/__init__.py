@@ -1,0 +1,29 @@
+"""Does it help? The paper's language models, trained with and without LocAteR."""
+
+from locater.lab.config import PRESETS, READINGS, Config, Member, ModelConfig, Preset, members_for, preset
+from locater.lab.data import Corpus, load_corpus
+from locater.lab.records import Run, read_metrics, read_run, read_runs
+from locater.lab.stack import Stack
+from locater.lab.sweep import sweep
+from locater.lab.train import Progress, train
+
+__all__ = [
+    "PRESETS",
+    "READINGS",
+    "Config",
+    "Corpus",
+    "Member",
+    "ModelConfig",
+    "Preset",
+    "Progress",
+    "Run",
+    "Stack",
+    "load_corpus",
+    "members_for",
+    "preset",
+    "read_metrics",
+    "read_run",
+    "read_runs",
+    "sweep",
+    "train",
+]

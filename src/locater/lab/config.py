@@ -1,0 +1,231 @@
+"""What a run is: a model, a way to train it, and members that differ in a few numbers only."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from locater.errors import LocaterError
+
+__all__ = ["PRESETS", "READINGS", "Config", "Member", "ModelConfig", "Preset", "fingerprint", "members_for", "preset"]
+
+
+def _whole(name: str, value: Any, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise LocaterError(f"{name} must be a whole number of at least {least}, got {value!r:.80}")
+
+
+def _one_of(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise LocaterError(f"{name} must be one of {', '.join(choices)}, got {value!r:.80}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder as fairseq 0.12.2's `transformer_lm` builds it."""
+
+    width: int = 128  # D
+    ffn: int = 128  # width inside the feed-forward layers
+    layers: int = 1  # L
+    heads: int = 1  # H; each is D/H wide
+    tokens: int = 64  # T, the block length
+    norm: str = "post"  # where LayerNorm stands: post, pre, or none
+    joint_qk: bool = False  # train W_QK (D × D a head, no biases) instead of W_Q and W_K
+    tied: bool = False  # one table for the embedding and the output projection
+    dropout: float = 0.1  # on the embeddings and on both residual branches
+
+    def __post_init__(self) -> None:
+        for name in ("width", "ffn", "layers", "heads", "tokens"):
+            _whole(name, getattr(self, name))
+        _one_of("norm", self.norm, ("post", "pre", "none"))
+        if self.width % 2:
+            raise LocaterError(f"width must be even, for the sines and cosines of the positions, got {self.width}")
+        if self.width < 4:
+            raise LocaterError(f"width must be at least 4, got {self.width}")
+        if self.width % self.heads:
+            raise LocaterError(f"width must be a multiple of heads, got {self.width} and {self.heads}")
+        if not 0 <= self.dropout < 1:
+            raise LocaterError(f"dropout must lie in [0, 1), got {self.dropout!r}")
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything the members of one run share."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: str | None = None  # a folder, wikitext-2, or None: the embedded corpus
+    vocabulary: int | None = None  # keep that many most frequent words, the rest is <unk>; None keeps all
+    batch: int = 64  # B, blocks of T tokens an update
+    steps: int = 50_000
+    precision: str = "fp32"  # fp32, bf16, or fp16 with a loss scale of each member's own
+    record_every: int = 500  # steps between records in the metrics
+    record_early: bool = True  # and at 1, 2, 4, 8, … before the first of them
+    checkpoint_every: int = 2_000  # steps between checkpoints; 0 writes none
+    probe_blocks: int = 256  # of the validation text, on which entropy, ρ and rank are measured
+    valid_blocks: int | None = None  # of the validation text, for the perplexity; None is all of it
+    deterministic: bool = False  # refuse operations whose result may differ from run to run
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "steps", "record_every", "probe_blocks"):
+            _whole(name, getattr(self, name))
+        _whole("checkpoint_every", self.checkpoint_every, least=0)
+        for name in ("vocabulary", "valid_blocks"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name))
+        _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
+
+    @property
+    def tokens_per_batch(self) -> int:
+        return self.batch * self.model.tokens
+
+    def records_at(self, step: int) -> bool:
+        """Whether the metrics hold a record of this step."""
+        early = self.record_early and step < self.record_every and step & (step - 1) == 0
+        return step % self.record_every == 0 or step == self.steps or early
+
+    def checkpoints_at(self, step: int) -> bool:
+        return bool(self.checkpoint_every) and step > 0 and (step % self.checkpoint_every == 0 or step == self.steps)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Config:
+        return cls(**{**value, "model": ModelConfig(**value["model"])})
+
+    def changed(self, **values: Any) -> Config:
+        """This configuration with fields of its own or of its model replaced."""
+        of_model = {f.name for f in fields(ModelConfig)}
+        own = {f.name for f in fields(Config)} - {"model"}
+        unknown = values.keys() - of_model - own
+        if unknown:
+            raise LocaterError(f"unknown setting {sorted(unknown)[0]!r}; there are {', '.join(sorted(own | of_model))}")
+        model = replace(self.model, **{name: value for name, value in values.items() if name in of_model})
+        return replace(self, model=model, **{name: value for name, value in values.items() if name in own})
+
+
+@dataclass(frozen=True)
+class Member:
+    """One model of a run. Strengths are the coefficients beside a loss that is averaged per token."""
+
+    name: str
+    seed: int = 0
+    learning_rate: float = 2.5e-5
+    decay: float = 0.01  # decoupled: AdamW's
+    scale_strength: float = 0.0  # on tr(W_QKᵀW_QK)
+    mean_strength: float = 0.0  # on (tr W_QK − target)²
+    target: float = 1.0
+    kappa_2: float | None = None  # which line of the paper's figures it is; None is no LocAteR
+    reading: str = "figures"  # of the paper's objective, see READINGS
+
+    def __post_init__(self) -> None:
+        if not self.name or any(c in self.name for c in "\n\r\t/\\"):
+            raise LocaterError(f"a member's name must be one word that can be part of a file's name, got {self.name!r}")
+        _whole("seed", self.seed, least=0)
+        for name in ("learning_rate", "decay", "scale_strength", "mean_strength"):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+                raise LocaterError(f"{name} must be a finite number that is not negative, got {value!r}")
+        if not math.isfinite(self.target):
+            raise LocaterError(f"target must be a finite number, got {self.target!r}")
+        _one_of("reading", self.reading, tuple(READINGS))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+READINGS: dict[str, tuple[str, str]] = {
+    "figures": ("trace", "sum"),
+    "trace-mean": ("trace", "mean"),
+    "scale-sum": ("scale", "sum"),
+    "printed": ("scale", "mean"),
+}
+"""Four readings of the paper's objective: what κ₁ stands before, and whether the loss is summed over the batch's tokens
+(as fairseq does; a penalty beside it then acts with κ/tokens) or averaged. The first is the one its figures show."""
+
+
+def members_for(
+    config: Config,
+    kappas: Sequence[float | None],
+    *,
+    seeds: Sequence[int] = (0,),
+    learning_rate: float,
+    decay: float = 0.01,
+    kappa_1: float = 100.0,
+    reading: str = "figures",
+) -> list[Member]:
+    """A member for each κ₂ (None: no LocAteR) and seed, under one reading of the paper's objective."""
+    _one_of("reading", reading, tuple(READINGS))
+    first, reduction = READINGS[reading]
+    divisor = config.tokens_per_batch if reduction == "sum" else 1
+    made = []
+    for kappa in kappas:
+        if kappa is not None and not (isinstance(kappa, (int, float)) and 0 <= kappa < math.inf):
+            raise LocaterError(f"κ₂ must be a finite number that is not negative, got {kappa!r}")
+        pair = (0.0, 0.0) if kappa is None else (kappa_1 / divisor, kappa / divisor)
+        scale, mean = pair if first == "scale" else pair[::-1]
+        label = "none" if kappa is None else f"k{kappa:g}"
+        prefix = "" if reading == "figures" else f"{reading}-"
+        made += [
+            Member(f"{prefix}{label}-s{seed}", seed, learning_rate, decay, scale, mean, kappa_2=kappa, reading=reading)
+            for seed in seeds
+        ]
+    return made
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A configuration, the learning rate that goes with it, and the κ₂ a sweep over it takes."""
+
+    about: str
+    config: Config
+    learning_rate: float
+    kappas: tuple[float | None, ...] = (None, 0.0, 1e-3, 1e-2, 1e-1, 1.0)
+
+
+def _paper(width: int, layers: int) -> Preset:
+    return Preset(
+        f"Section 7 and Appendix D: WikiText-2, d = {width}, {layers} layer{'s' if layers > 1 else ''}",
+        Config(model=ModelConfig(width=width, ffn=width, layers=layers), data="wikitext-2"),
+        learning_rate=2.5e-5 if width == 128 else 1e-4,
+    )
+
+
+PRESETS: dict[str, Preset] = {
+    **{f"paper-d{width}-l{layers}": _paper(width, layers) for width in (128, 32) for layers in (1, 3, 6)},
+    "laptop": Preset(
+        "the embedded corpus, d = 64, one layer: minutes on two cores",
+        Config(
+            model=ModelConfig(width=64, ffn=64, layers=1, tokens=64),
+            vocabulary=4096,
+            batch=32,
+            steps=600,
+            record_every=50,
+            checkpoint_every=200,
+            probe_blocks=128,
+            valid_blocks=256,
+        ),
+        learning_rate=2e-3,
+        kappas=(None, 1.0, 100.0),
+    ),
+}
+
+
+def preset(name: str) -> Preset:
+    if name not in PRESETS:
+        raise LocaterError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def fingerprint(value: Any) -> str:
+    """Equal for equal values, short enough to print."""
+    import hashlib
+
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,124 @@
+"""Cross-entropy fused into the products with the vocabulary table, which are most of the work of a small model.
+
+With the target's own logit as the shift, e_v = exp(s_v − s_target) and Z = Σ_v e_v, the loss of a token is log Z and
+the gradient of its logits e_v/Z − 1[v = target]: one pass over the logits gives everything, no maximum is looked for,
+and what remains is two products of e with matrices whose rows carry the 1/Z. The logits of all tokens are never in
+memory at once, except on a GPU with Triton, where e (bfloat16) is kept for the second product.
+
+A shifted logit is capped at 75 so that no sum overflows: a token whose loss exceeds 75 nats has a smaller gradient than
+it should, and its loss is given as too small. Nothing that still trains comes near it.
+
+Legend: E stacked models, N tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from locater.lab import _kernels
+from locater.lab.model import embed
+
+__all__ = ["LossGradient", "loss_and_gradient", "losses"]
+
+CAP = 75.0
+_CHUNK_BYTES = 48 << 20  # of logits at a time: about what stays in a CPU's caches and allocator
+_KEPT_BYTES = 16 << 30  # of e at a time on a GPU
+
+
+class LossGradient(NamedTuple):
+    losses: Tensor  # (E, N) nats, float32
+    x: Tensor  # (E, N, D), the gradient of Σ weight · loss; in float32 on a GPU, else as x
+    table: Tensor  # (E, V, D), likewise, in float32
+
+
+def losses(x: Tensor, table: Tensor, targets: Tensor) -> Tensor:
+    """−log softmax(x tableᵀ)[target] of every token, (E, N)."""
+    shift = _target_logits(x, table, targets)
+    if _by_kernels(x):
+        return _kernels.exp_logits(x, table, shift, product=False)[0].log()
+    z, capped = torch.empty_like(shift), _may_exceed_cap(x, table, shift)
+    for e, rows, buffer in _chunks(x, table):
+        z[e, rows] = _exponentials(x[e, rows], table[e], shift[e, rows], buffer, capped).sum(1, dtype=torch.float32)
+    return z.log()
+
+
+def loss_and_gradient(
+    x: Tensor, table: Tensor, targets: Tensor, weights: Tensor, out: Tensor | None = None
+) -> LossGradient:
+    """The losses, and the gradients of Σ weights · losses; the table's into `out` (E, V, D) where given."""
+    gradient = torch.empty(table.shape, dtype=torch.float32, device=x.device) if out is None else out
+    shift = _target_logits(x, table, targets)
+    if _by_kernels(x):
+        return _by_kernel(x, table, targets, weights, shift, gradient)
+    z, dx, capped = torch.empty_like(shift), torch.empty_like(x), _may_exceed_cap(x, table, shift)
+    for e, rows, buffer in _chunks(x, table):
+        exponentials = _exponentials(x[e, rows], table[e], shift[e, rows], buffer, capped)
+        z[e, rows] = total = exponentials.sum(1, dtype=torch.float32)
+        exponentials.scatter_(1, targets[e, rows, None], (1 - total)[:, None].to(x.dtype))
+        factor = (weights[e, rows] / total)[:, None]
+        dx[e, rows] = ((exponentials @ table[e]) * factor).to(x.dtype)
+        scaled = (x[e, rows] * factor).to(x.dtype)
+        if gradient.dtype == x.dtype:
+            gradient[e].addmm_(exponentials.mT, scaled, beta=float(rows.start > 0))
+        else:
+            product = exponentials.mT @ scaled
+            gradient[e] = product if rows.start == 0 else gradient[e] + product
+    return LossGradient(z.log(), dx, gradient)
+
+
+def _by_kernel(
+    x: Tensor, table: Tensor, targets: Tensor, weights: Tensor, shift: Tensor, gradient: Tensor
+) -> LossGradient:
+    (e, n, _), v = x.shape, table.shape[1]
+    z, dx = torch.empty_like(shift), torch.empty(x.shape, device=x.device)
+    size = max(1, _KEPT_BYTES // (2 * n * v))
+    kept = torch.empty(min(size, e), n, v, dtype=torch.bfloat16, device=x.device)
+    for start in range(0, e, size):
+        part = slice(start, min(start + size, e))
+        exponentials = kept[: part.stop - start]
+        z[part], product = _kernels.exp_logits(x[part], table[part], shift[part], out=exponentials)
+        factor = (weights[part] / z[part])[..., None]
+        rows = embed(table[part], targets[part])
+        dx[part] = torch.addcmul(-weights[part, :, None] * rows, product, factor)
+        exponentials.scatter_(2, targets[part, :, None], (1 - z[part])[..., None].to(torch.bfloat16))
+        scaled = (x[part] * factor).to(torch.bfloat16)
+        torch.bmm(exponentials.mT, scaled, out_dtype=torch.float32, out=gradient[part])
+    return LossGradient(z.log(), dx, gradient)
+
+
+def _by_kernels(x: Tensor) -> bool:
+    return x.dtype != torch.float32 and x.shape[-1] <= 128 and _kernels.available(x)
+
+
+def _target_logits(x: Tensor, table: Tensor, targets: Tensor) -> Tensor:
+    logits: Tensor = torch.linalg.vecdot(x.float(), embed(table, targets).float())
+    return logits
+
+
+def _chunks(x: Tensor, table: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
+    """Member, rows and a buffer for their logits: few enough rows that it stays small."""
+    (e, n, _), v = x.shape, table.shape[1]
+    size = max(1, min(n, _CHUNK_BYTES // (v * x.element_size())))
+    buffer = torch.empty(size, v, dtype=x.dtype, device=x.device)
+    for member in range(e):
+        for start in range(0, n, size):
+            rows = slice(start, min(start + size, n))
+            yield member, rows, buffer[: rows.stop - start]
+
+
+def _may_exceed_cap(x: Tensor, table: Tensor, shift: Tensor) -> bool:
+    """Whether ‖x‖ · max ‖w‖, which no logit exceeds, leaves any doubt: a pass over all logits that is seldom needed."""
+    if x.is_cuda:
+        return True  # the pass costs less than waiting for the answer
+    longest = torch.linalg.vector_norm(table, dim=-1, dtype=torch.float32).amax(1, keepdim=True)
+    bound = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) * longest - shift
+    return not bool((bound < CAP).all())  # also where something is not a number
+
+
+def _exponentials(x: Tensor, table: Tensor, shift: Tensor, buffer: Tensor, capped: bool) -> Tensor:
+    shifted = torch.mm(x, table.mT, out=buffer).sub_(shift[:, None].to(x.dtype))
+    return (shifted.clamp_(max=CAP) if capped else shifted).exp_()

@@ -1,0 +1,135 @@
+"""A run's folder on disk: run.json, what was trained; metrics.jsonl, a line for each recorded step and member.
+
+    {"step": 500, "member": "k1-s0", "train_loss": …, "valid_loss": …, "perplexity": …,      nats a token
+     "trace": [[…]], "scale": [[…]], "trace_square": [[…]], "entropy": [[…]], "max_logit": [[…]],   layer × head
+     "rank_residual": […],            of the hidden states: the embeddings, then after each layer
+     "rho": [[[…]]],                  layer × head × token position
+     "eigenvalues": [[[[…]]]]}        of W_QK, layer × head × eigenvalue × real and imaginary part; in the last record
+
+A line is on disk, whole, before the next one is begun; whatever a killed process left half written is dropped when the
+run goes on. Readers also take metrics.jsonl.gz.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from locater.errors import LocaterError
+from locater.files import write_file
+from locater.lab.config import Config, Member
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["MetricsFile", "Run", "read_metrics", "read_run", "read_runs", "write_run"]
+
+_RUN, _METRICS = "run.json", "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What run.json says."""
+
+    folder: Path
+    config: Config
+    members: tuple[Member, ...]
+    about: dict[str, Any]  # preset, vocabulary, corpus, hardware, versions, seconds: whatever is known
+
+
+def write_run(run: Run) -> None:
+    value = {"format": 1, "config": run.config.to_json(), "members": [m.to_json() for m in run.members], **run.about}
+    write_file(run.folder / _RUN, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def read_run(folder: Path) -> Run:
+    path = folder / _RUN
+    try:
+        value = json.loads(path.read_text())
+        config = Config.from_json(value.pop("config"))
+        members = tuple(Member(**member) for member in value.pop("members"))
+    except FileNotFoundError as error:
+        raise LocaterError(f"{folder} is not the folder of a run: it has no {_RUN}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise LocaterError(f"cannot read {path}: {error}") from error
+    return Run(folder, config, members, value)
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """The run in this folder, or those in the folders right below it, as a sweep writes them."""
+    if (folder / _RUN).is_file():
+        return [read_run(folder)]
+    if not folder.is_dir():
+        raise LocaterError(f"there is no folder {folder}")
+    found = [read_run(path.parent) for path in sorted(folder.glob(f"*/{_RUN}"))]
+    if not found:
+        raise LocaterError(f"{folder} holds no run: neither it nor a folder in it has a {_RUN}")
+    return found
+
+
+def read_metrics(folder: Path) -> pd.DataFrame:
+    """Every whole record of the runs under `folder`, a row each."""
+    import pandas as pd
+
+    records = [record for run in read_runs(folder) for record in _records(run.folder)]
+    if not records:
+        raise LocaterError(f"{folder} holds no records yet")
+    return pd.DataFrame(records)
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    plain, packed = folder / _METRICS, folder / f"{_METRICS}.gz"
+    try:
+        raw = plain.read_bytes() if plain.exists() else gzip.decompress(packed.read_bytes()) if packed.exists() else b""
+    except (OSError, EOFError) as error:
+        raise LocaterError(f"cannot read the metrics in {folder}: {error}") from error
+    return _whole_lines(raw)[0]
+
+
+def _whole_lines(raw: bytes) -> tuple[list[dict[str, Any]], int]:
+    """The records up to the first damaged line, and where that line begins."""
+    records: list[dict[str, Any]] = []
+    end = 0
+    for line in raw.splitlines(keepends=True):
+        try:
+            record = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or "step" not in record or "member" not in record:
+            break
+        records.append(record)
+        end += len(line)
+    return records, end
+
+
+class MetricsFile:
+    """Appends records so that a reader, or a process that goes on, finds whole lines only."""
+
+    def __init__(self, folder: Path, keep_until: int) -> None:
+        """Keeps the records up to a step: those after it are made again by the run that goes on from there."""
+        self.path = folder / _METRICS
+        kept = [record for record in _records(folder) if record["step"] <= keep_until]
+        write_file(self.path, b"".join(_line(record) for record in kept))
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+
+    def append(self, records: list[dict[str, Any]]) -> None:
+        try:
+            self._file.write(b"".join(map(_line, records)))
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise LocaterError(
+                f"cannot write {self.path}: {error.strerror}; the run can go on from its last checkpoint"
+            ) from error
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    return (json.dumps(record, separators=(",", ":")) + "\n").encode()

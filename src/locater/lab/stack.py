@@ -1,0 +1,370 @@
+"""E models in training as one program: their state, an update of all of them, and what is measured on them.
+
+Everything random is a function of a member's seed, the step and the place; nothing is carried from step to step but
+the tensors in `state()`. So a member does not notice its neighbours, and a run that goes on from a checkpoint is the
+run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from locater.control import penalty_gradient
+from locater.errors import LocaterError
+from locater.lab.config import Config, Member
+from locater.lab.data import Corpus
+from locater.lab.loss import loss_and_gradient, losses
+from locater.lab.model import (
+    PAD,
+    Dropout,
+    body_shapes,
+    embed,
+    hidden_states,
+    initial,
+    query_key_matrix,
+)
+from locater.lab.optimizer import AdamW, Segment
+from locater.measure import attention_statistics, rank_residual
+
+__all__ = ["Stack", "TokenBlocks"]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_FIRST_SCALE, _GROWTH_INTERVAL = 128.0, 2_000  # of the loss under fp16
+_EVALUATED_BLOCKS = 128  # of each member at a time
+_WARM_UP = 2  # updates on a GPU before one is recorded: kernels are compiled, workspaces made
+
+
+class TokenBlocks:
+    """A split as blocks of T tokens on the training device; block n, one past the last, is empty."""
+
+    def __init__(self, stream: np.ndarray[Any, Any], tokens: int, first: int, device: torch.device) -> None:
+        self.tokens = tokens
+        self.count = -(-len(stream) // tokens)
+        self.whole = len(stream) // tokens  # those that are full
+        padded = np.full((self.count + 1) * tokens + 1, PAD, dtype=np.int64)
+        padded[0] = first  # what stands before the first token
+        padded[1 : len(stream) + 1] = stream
+        self._stream = torch.from_numpy(padded).to(device)
+        self._within = torch.arange(tokens, device=device)
+
+    def __call__(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (E, N) of blocks (E, B): each input stands before its target."""
+        at = (blocks[..., None] * self.tokens + self._within).flatten(1)
+        return self._stream[at], self._stream[at + 1]
+
+
+class Stack:
+    """The members of a run on one device."""
+
+    def __init__(self, config: Config, members: Sequence[Member], corpus: Corpus, device: torch.device) -> None:
+        self.config, self.members, self.device = config, tuple(members), device
+        e, dtype = len(self.members), _DTYPES[config.precision]
+        shape = config.model
+        self.train, self.valid = (
+            TokenBlocks(corpus.splits[split], shape.tokens, corpus.words.index("</s>"), device)
+            for split in ("train", "valid")
+        )
+        if self.train.count < config.batch:
+            raise LocaterError(
+                f"a batch of {config.batch} blocks of {shape.tokens} tokens is larger than the training text, "
+                f"which has {self.train.count}; choose a smaller batch"
+            )
+        if not self.valid.whole:
+            raise LocaterError(f"the validation text is shorter than one block of {shape.tokens} tokens")
+        starts = [initial(shape, len(corpus.words), member.seed) for member in self.members]
+        stacked = {name: torch.stack([start[name] for start in starts]) for name in starts[0]}
+        del starts
+        body = torch.cat([stacked[name].flatten(1) for name in body_shapes(shape)], dim=1)
+        body = functional.pad(body, (0, -body.shape[1] % 16))  # so that every member's row starts where wide loads can
+        self.segments: dict[str, Segment] = {
+            name: Segment.of(stacked.pop(name).to(device), dtype) for name in ("embedding", "output") if name in stacked
+        }
+        self.segments["body"] = Segment.of(body.to(device), dtype)
+
+        def column(values: Any, dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        self.seeds = column([m.seed for m in self.members], torch.int64)
+        rates = (column([getattr(m, name) for m in self.members], torch.float32) for name in ("learning_rate", "decay"))
+        self._optimizer = AdamW(list(self.segments.values()), *rates)
+        self._strengths = [
+            column([getattr(m, name) for m in self.members], torch.float32)[:, None]
+            for name in ("scale_strength", "mean_strength", "target")
+        ]
+        self._regularised = any(m.scale_strength or m.mean_strength for m in self.members)
+        self.step = 0
+        self._clock = column(0, torch.int64)  # the same, where the device can read it
+        self.losses = column([0.0] * e, torch.float32)  # of the last batch
+        self.updates = column([0] * e, torch.int64)  # skipped ones do not count
+        self.broke_at = column([-1] * e, torch.int64)  # the step at which the loss was not finite
+        self.loss_scale = column([_FIRST_SCALE if config.precision == "fp16" else 1.0] * e, torch.float32)
+        self.good_steps = column([0] * e, torch.int64)  # since the loss scale changed
+        self.loss_sum = column([0.0] * e, torch.float64)  # since the last record
+        self.loss_count = column([0] * e, torch.int64)
+        self._finite = column([True] * e, torch.bool)
+        self._batches = -(-self.train.count // config.batch)  # in an epoch
+        self._epoch, self._order = -1, column([[0] * (self._batches * config.batch)] * e, torch.int64)
+        self._within = torch.arange(config.batch, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._warm = 0
+        self._shuffle(0)
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    # ------------------------------------------------------------------ parameters
+
+    def body(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of a (E, P) tensor, one a parameter."""
+        shapes = body_shapes(self.config.model)
+        sizes = [int(np.prod(shape)) for shape in shapes.values()]
+        parts = flat.split([*sizes, flat.shape[1] - sum(sizes)], dim=1)
+        return {name: part.unflatten(1, shape) for part, (name, shape) in zip(parts, shapes.items(), strict=False)}
+
+    @property
+    def output(self) -> Segment:
+        return self.segments.get("output", self.segments["embedding"])
+
+    def parameters(self, e: int) -> dict[str, Tensor]:
+        """One member's, in float32, as `initial` names them."""
+        tables = {name: s.value[e] for name, s in self.segments.items() if name != "body"}
+        return tables | {name: value[e] for name, value in self.body(self.segments["body"].value).items()}
+
+    # ------------------------------------------------------------------ an update
+
+    def advance(self) -> None:
+        """One update of every member that has not broken.
+
+        On a GPU it is recorded once and then replayed: some hundred small operations would wait for their launches.
+        """
+        self._shuffle(self.step // self._batches)
+        if self._graph is not None:
+            self._graph.replay()
+        elif self.device.type == "cuda" and self._warm == _WARM_UP:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._advance()
+            self._graph.replay()  # recording does nothing
+        else:
+            self._warm += 1
+            self._advance()
+        self.step += 1
+
+    def _advance(self) -> None:
+        """What happens on the device; reads the step from its clock and writes to tensors that stay where they are."""
+        self.forward_backward()
+        self.update()
+
+    def forward_backward(self) -> Tensor:
+        """Fills the gradients of the loss (the penalty not included); gives the losses (E,)."""
+        model, config = self.config.model, self.config
+        inputs, targets = self.train(self._blocks())
+        counted = targets != PAD
+        weights = counted / counted.sum(1, keepdim=True)
+        drop = Dropout(model.dropout, self.seeds, self._clock) if model.dropout else None
+        table = self.segments["embedding"]
+        low = self.body(self.segments["body"].low)
+        embedded = embed(table.low, inputs).requires_grad_()
+        for value in low.values():
+            value.requires_grad_()
+        with torch.enable_grad():
+            x = hidden_states(low, embedded, model, drop)
+        found = loss_and_gradient(x.detach(), self.output.low, targets, weights, self.output.gradient)
+        up = found.x if config.precision != "fp16" else found.x * self.loss_scale[:, None, None]
+        of_embedded, *of_body = torch.autograd.grad(x, [embedded, *low.values()], up.to(x.dtype))
+        gradient = self.segments["body"].gradient
+        together = torch.cat([part.flatten(1) for part in of_body], dim=1)
+        gradient[:, : together.shape[1]] = together
+        rows = of_embedded.float()
+        if config.precision == "fp16":
+            gradient /= self.loss_scale[:, None]
+            rows = rows / self.loss_scale[:, None, None]
+        if "output" in self.segments:
+            table.gradient.zero_()
+        _add_rows_(table.gradient, inputs, rows)
+        # a sum is finite only if all are; the output table's gradient is then finite too, products of finite numbers
+        self._finite.copy_(torch.isfinite(together.float().sum(1) + rows.sum((1, 2))))
+        return self.losses.copy_((found.losses * weights).sum(1))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Adds the penalty's gradient and updates; a member whose numbers are not finite skips, or breaks."""
+        if self._regularised:
+            self._add_penalty_gradient()
+        self._clock += 1
+        finite = torch.isfinite(self.losses) & self._finite
+        intact = self.broke_at < 0
+        if self.config.precision == "fp16":
+            # an overflow is the loss scale's, and only a scale that cannot fall further is the model's
+            broken = intact & ~finite & (self.loss_scale < 1e-4)
+            self._update_loss_scale(finite)
+        else:
+            broken = intact & ~finite
+        self.broke_at.copy_(torch.where(broken, self._clock, self.broke_at))
+        active = finite & (self.broke_at < 0)
+        self.updates += active
+        self.loss_sum += torch.where(active, self.losses, 0).double()
+        self.loss_count += active
+        self._optimizer.update(self.updates, active)
+
+    def _update_loss_scale(self, finite: Tensor) -> None:
+        counted = torch.where(finite, self.good_steps + 1, 0)
+        grow = counted >= _GROWTH_INTERVAL
+        self.good_steps.copy_(torch.where(grow, 0, counted))
+        self.loss_scale *= torch.where(finite, torch.where(grow, 2.0, 1.0), 0.5)
+
+    def _add_penalty_gradient(self) -> None:
+        model = self.config.model
+        body = self.segments["body"]
+        values, gradients = self.body(body.value), self.body(body.gradient)
+        for layer in range(model.layers):
+            of_q, of_k = penalty_gradient(query_key_matrix(values, layer, model), *self._strengths)
+            at = f"layers.{layer}."
+            if model.joint_qk:
+                gradients[at + "qk.weight"] += of_k
+            else:
+                gradients[at + "q.weight"] += of_q.flatten(1, 2)
+                gradients[at + "k.weight"] += of_k.flatten(1, 2)
+
+    def _shuffle(self, epoch: int) -> None:
+        """Every epoch has an order of its own, for each member; the last batch is filled up with empty blocks."""
+        if epoch == self._epoch:
+            return
+        order = np.full(self._order.shape, self.train.count)
+        for e, member in enumerate(self.members):
+            order[e, : self.train.count] = np.random.default_rng([member.seed, epoch]).permutation(self.train.count)
+        self._epoch = epoch
+        self._order.copy_(torch.from_numpy(order))
+
+    def _blocks(self) -> Tensor:
+        """(E, B): the blocks each member takes now."""
+        return self._order.index_select(1, self._clock % self._batches * self.config.batch + self._within)
+
+    # ------------------------------------------------------------------ measuring
+
+    @torch.no_grad()
+    def measure(self) -> list[dict[str, Any]]:
+        """A record of every member, as `records` describes it; the mean of the training loss starts anew."""
+        columns = {"valid_loss": self._valid_loss()} | self._spectrum() | self._look()
+        broke_at, count = self.broke_at.tolist(), self.loss_count.tolist()
+        train = (self.loss_sum / self.loss_count).tolist()
+        self.loss_sum.zero_()
+        self.loss_count.zero_()
+        rows: list[dict[str, Any]] = []
+        for e, member in enumerate(self.members):
+            row: dict[str, Any] = {"step": self.step, "member": member.name}
+            row["train_loss"] = _rounded(train[e]) if count[e] else None
+            row |= {name: _rounded(value[e].tolist()) for name, value in columns.items()}
+            loss = row["valid_loss"]
+            row["perplexity"] = None if loss is None else _rounded(float(np.exp(loss)))
+            if broke_at[e] >= 0:
+                row["broke_at"] = broke_at[e]
+            rows.append(row)
+        return rows
+
+    def _forward(self, blocks: Tensor, see: Any = None) -> tuple[Tensor, Tensor]:
+        """Hidden states and targets of the same validation blocks for all members."""
+        inputs, targets = self.valid(blocks.expand(len(self), -1))
+        low = self.body(self.segments["body"].low)
+        embedded = embed(self.segments["embedding"].low, inputs)
+        return hidden_states(low, embedded, self.config.model, see=see), targets
+
+    def _valid_loss(self) -> Tensor:
+        """(E,): the mean over the tokens of the validation text."""
+        total = torch.zeros(len(self), dtype=torch.float64, device=self.device)
+        tokens = 0
+        count = min(self.valid.count, self.config.valid_blocks or self.valid.count)
+        for start in range(0, count, _EVALUATED_BLOCKS):
+            blocks = torch.arange(start, min(start + _EVALUATED_BLOCKS, count), device=self.device)
+            x, targets = self._forward(blocks)
+            counted = targets != PAD
+            total += (losses(x, self.output.low, targets) * counted).sum(1, dtype=torch.float64)
+            tokens += int(counted[0].sum())
+        return total / tokens
+
+    def _spectrum(self) -> dict[str, Tensor]:
+        """Traces of W_QK, (E, L, H)."""
+        values = self.body(self.segments["body"].value)
+        layers = [query_key_matrix(values, i, self.config.model) for i in range(self.config.model.layers)]
+        found = {
+            name: torch.stack([getattr(qk, name)() for qk in layers], dim=1)
+            for name in ("trace", "scale", "trace_square")
+        }
+        if self.step == self.config.steps:  # the whole spectrum once, at the end: (E, L, H, K, 2), real and imaginary
+            eigenvalues = torch.stack([qk.eigenvalues() for qk in layers], dim=1)
+            found["eigenvalues"] = torch.view_as_real(eigenvalues)
+        return found
+
+    def _look(self) -> dict[str, Tensor]:
+        """Where attention looks, on the first whole blocks of the validation text."""
+        model = self.config.model
+        heads: dict[str, list[Tensor]] = {"entropy": [], "max_logit": [], "rho": []}
+        residual: list[Tensor] = []
+        count = min(self.config.probe_blocks, self.valid.whole)
+
+        def see(layer: int, x: Tensor, q: Tensor, k: Tensor) -> None:
+            residual.append(rank_residual(x.unflatten(1, (-1, model.tokens))).mean(1))
+            if layer == model.layers:
+                return
+            # members beside heads: both are apart from the batch
+            q, k = (a.transpose(0, 1).flatten(1, 2) for a in (q, k))  # (B, E·H, T, ·)
+            found = attention_statistics(q, k, causal=True, scale=model.head_width**-0.5)
+            by_member = (len(self), model.heads)
+            heads["entropy"].append(found.entropy.mean((0, 2)).view(by_member))
+            heads["max_logit"].append(found.max_logit.amax((0, 2)).view(by_member))
+            heads["rho"].append(found.rho.view(*by_member, -1))
+
+        self._forward(torch.arange(count, device=self.device), see)
+        return {name: torch.stack(parts, dim=1) for name, parts in heads.items()} | {
+            "rank_residual": torch.stack(residual, dim=1)
+        }
+
+    # ------------------------------------------------------------------ going on
+
+    _COUNTERS = ("updates", "broke_at", "loss_scale", "good_steps", "loss_sum", "loss_count")
+
+    def state(self) -> dict[str, Tensor]:
+        """All that is carried from step to step."""
+        tensors = {f"{name}.{key}": value for name, s in self.segments.items() for key, value in s.state().items()}
+        return tensors | {name: getattr(self, name) for name in self._COUNTERS} | {"step": torch.tensor(self.step)}
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Takes what `state` gave, all of it or nothing."""
+        own = self.state()
+        wrong = [name for name in own if name not in state or state[name].shape != own[name].shape]
+        if wrong:
+            found = tuple(state[wrong[0]].shape) if wrong[0] in state else "nothing"
+            raise LocaterError(
+                f"the checkpoint does not fit the run: {wrong[0]} should be {tuple(own[wrong[0]].shape)}, it is {found}"
+            )
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+        self.step = int(state["step"])
+        self._clock.fill_(self.step)
+        for segment in self.segments.values():
+            if segment.low is not segment.value:
+                segment.low.copy_(segment.value)
+
+
+def _add_rows_(table: Tensor, tokens: Tensor, rows: Tensor) -> None:
+    """table[e, tokens[e, n]] += rows[e, n], by operations that add in the same order on every run."""
+    e, v, d = table.shape
+    at = (tokens + v * torch.arange(e, device=tokens.device)[:, None]).flatten()
+    if table.is_cuda:
+        table.view(e * v, d).index_put_((at,), rows.reshape(-1, d), accumulate=True)
+    else:
+        table.view(e * v, d).index_add_(0, at, rows.reshape(-1, d))
+
+
+def _rounded(value: Any) -> Any:
+    """Seven significant digits, which is what float32 has; None for what JSON cannot hold."""
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.7g}") if np.isfinite(value) else None

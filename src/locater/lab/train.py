@@ -1,0 +1,293 @@
+"""One run: train its members, record what is measured, and be ready to be killed at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from locater import __version__
+from locater.errors import LocaterError, require
+from locater.files import writable_folder
+from locater.lab import checkpoint
+from locater.lab.config import Config, Member, fingerprint
+from locater.lab.data import Corpus, load_corpus
+from locater.lab.records import MetricsFile, Run, read_run, write_run
+from locater.lab.stack import Stack
+
+__all__ = ["Progress", "train"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, for whoever watches."""
+
+    step: int
+    steps: int
+    tokens_per_second: float  # of all members together
+    seconds_left: float
+    losses: dict[str, float]  # by member, of the last batch
+    perplexities: dict[str, float | None]  # by member, of the last record
+    broke_at: dict[str, int]  # members that stopped, and at which step
+    note: str = ""
+
+
+Watch = Callable[[Progress], None]
+
+
+def train(
+    config: Config,
+    members: Sequence[Member],
+    folder: str | Path,
+    *,
+    corpus: Corpus | None = None,
+    device: str | None = None,
+    tensorboard: bool = False,
+    watch: Watch | None = None,
+    about: dict[str, Any] | None = None,
+) -> Run:
+    """Trains the members together into `folder`; if that holds this run's checkpoints, goes on from the last one.
+
+    Ctrl-C ends after the current step with a checkpoint written, and is raised as KeyboardInterrupt then.
+    """
+    members = tuple(members)
+    names = [member.name for member in members]
+    if not members or len(set(names)) < len(names):
+        raise LocaterError(f"a run needs members whose names differ, got {', '.join(names) or 'none'}")
+    place = _device(device)
+    corpus = corpus or load_corpus(config.data, vocabulary=config.vocabulary)
+    folder = Path(folder)
+    run = Run(folder, config, members, _about(corpus, place) | (about or {}))
+    earlier = read_run(folder) if (folder / "run.json").exists() else None
+    if earlier is not None:
+        _check_same(earlier, run)
+        run = replace(run, about=earlier.about)
+    writable_folder(folder)
+    with _determinism(config.deterministic):
+        stack = Stack(config, members, corpus, place)
+        note = _go_on(stack, folder / "checkpoints", run)
+        write_run(run)
+        with _Interrupts() as interrupts, _outputs(folder, stack.step, tensorboard) as record:
+            session = _Session(stack, run, record, interrupts, watch)
+            session.run_to_the_end(note)
+    if (seconds := session.seconds) and stack.step >= config.steps:
+        run.about.setdefault("seconds", round(seconds, 1))
+        write_run(run)
+    return run
+
+
+class _Session:
+    """From the step the stack is at to the last one."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        run: Run,
+        record: Callable[[list[dict[str, Any]]], None],
+        interrupts: _Interrupts,
+        watch: Watch | None,
+    ) -> None:
+        self.stack, self.run, self.record, self.interrupts = stack, run, record, interrupts
+        self.watch = watch or (lambda _: None)
+        self.perplexities: dict[str, float | None] = {}
+        self.broke_at: dict[str, int] = {}
+        self.seconds = 0.0
+        self._fingerprint = _fingerprint(run)
+
+    def run_to_the_end(self, note: str) -> None:
+        config, stack = self.run.config, self.stack
+        began, first, told, saved = time.perf_counter(), stack.step, time.perf_counter(), stack.step
+        if stack.step == 0:
+            self._measure()
+        self._tell(began, first, note)
+        while stack.step < config.steps and len(self.broke_at) < len(stack):
+            stack.advance()
+            if config.records_at(stack.step):
+                self._measure()
+            if config.checkpoints_at(stack.step):
+                self._save()
+                saved = stack.step
+            if self.interrupts.wanted:
+                if config.checkpoint_every and saved < stack.step:
+                    self._save()
+                raise KeyboardInterrupt
+            if (now := time.perf_counter()) - told > 0.5 or stack.step == config.steps:
+                told = now
+                self._tell(began, first)
+        if stack.step < config.steps:  # all members broke
+            self._measure()
+            self._tell(began, first)
+        self.seconds = time.perf_counter() - began
+
+    def _save(self) -> None:
+        checkpoint.save(self.run.folder / "checkpoints", self.stack.step, self.stack.state(), self._fingerprint)
+
+    def _measure(self) -> None:
+        records = self.stack.measure()
+        self.record(records)
+        self.perplexities = {row["member"]: row["perplexity"] for row in records}
+        self.broke_at = {row["member"]: row["broke_at"] for row in records if "broke_at" in row}
+
+    def _tell(self, began: float, first: int, note: str = "") -> None:
+        stack, config = self.stack, self.run.config
+        done, seconds = stack.step - first, time.perf_counter() - began
+        rate = done / seconds if done else 0.0
+        losses = dict(zip((m.name for m in stack.members), stack.losses.tolist(), strict=True)) if done else {}
+        self.watch(
+            Progress(
+                stack.step,
+                config.steps,
+                rate * config.tokens_per_batch * len(stack),
+                (config.steps - stack.step) / rate if rate else float("inf"),
+                losses,
+                self.perplexities,
+                self.broke_at,
+                note,
+            )
+        )
+
+
+def _go_on(stack: Stack, checkpoints: Path, run: Run) -> str:
+    """Puts the stack where the last good checkpoint left it; a sentence about it for people."""
+    loaded = checkpoint.load_newest(checkpoints, _fingerprint(run))
+    if loaded is None:
+        return ""
+    stack.load_state(loaded.state)
+    damaged = f"; damaged and passed over: {', '.join(loaded.damaged)}" if loaded.damaged else ""
+    return f"going on from step {loaded.step}{damaged}"
+
+
+def _check_same(earlier: Run, run: Run) -> None:
+    """More steps are welcome; anything else is another run."""
+    if earlier.about.get("words") != run.about["words"]:
+        raise LocaterError(
+            f"the run in {run.folder} was trained on another vocabulary ({earlier.about.get('vocabulary')} words, "
+            f"now {run.about['vocabulary']}); choose another folder, or the data it began with"
+        )
+    if _fingerprint(earlier) != _fingerprint(run):
+        then, now = (r.config.to_json() | {"members": [m.to_json() for m in r.members]} for r in (earlier, run))
+        differs = next((key for key in then if then[key] != now[key] and key not in _MAY_CHANGE), "data")
+        raise LocaterError(
+            f"{run.folder} belongs to another run: {differs} differs; choose another folder, or remove it to start anew"
+        )
+
+
+_MAY_CHANGE = ("steps", "checkpoint_every", "data")
+
+
+def _fingerprint(run: Run) -> str:
+    """Of all that decides what the numbers will be."""
+    settings = {key: value for key, value in run.config.to_json().items() if key not in _MAY_CHANGE}
+    return fingerprint([settings, [member.to_json() for member in run.members], run.about["corpus"]])
+
+
+def _about(corpus: Corpus, device: torch.device) -> dict[str, Any]:
+    cuda = device.type == "cuda"
+    return {
+        "text": corpus.name,
+        "corpus": corpus.fingerprint,
+        "words": corpus.words_fingerprint,
+        "vocabulary": len(corpus.words),
+        "hardware": torch.cuda.get_device_name(device) if cuda else f"{torch.get_num_threads()} CPU threads",
+        "versions": {
+            "locater": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+    }
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise LocaterError(f"cannot train on the device {name!r}: {str(error).splitlines()[0]}") from error
+    return device
+
+
+@contextlib.contextmanager
+def _determinism(wanted: bool) -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextlib.contextmanager
+def _outputs(folder: Path, step: int, tensorboard: bool) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
+    """Where records go: the metrics file, and TensorBoard if asked."""
+    writer = None
+    if tensorboard:
+        require("tensorboard", "lab")
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+    metrics = MetricsFile(folder, keep_until=step)
+
+    def record(records: list[dict[str, Any]]) -> None:
+        metrics.append(records)
+        if writer is not None:
+            for row in records:
+                for name, value in _scalars(row):
+                    writer.add_scalar(f"{name}/{row['member']}", value, row["step"])
+            writer.flush()
+
+    try:
+        yield record
+    finally:
+        metrics.close()
+        if writer is not None:
+            writer.close()
+
+
+def _scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in row.items():
+        if name in ("step", "member", "rho") or value is None:
+            continue
+        if not isinstance(value, list):
+            yield name, value
+            continue
+        for i, layer in enumerate(value):
+            if not isinstance(layer, list):
+                yield f"{name}/{i}", layer
+                continue
+            for j, head in enumerate(layer):
+                yield f"{name}/{i}.{j}", head
+
+
+class _Interrupts:
+    """Remembers the first Ctrl-C for the end of the step; the second acts at once."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+
+    def __enter__(self) -> _Interrupts:
+        self._here = threading.current_thread() is threading.main_thread()
+        if self._here:
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._here:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, *_: object) -> None:
+        if self.wanted:
+            raise KeyboardInterrupt
+        self.wanted = True

@@ -1,0 +1,64 @@
+"""The fused cross-entropy against PyTorch's, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from locater.lab import loss as lab_loss
+from locater.lab.loss import loss_and_gradient, losses
+
+
+def reference(x, table, targets, weights):
+    x, table = x.double().requires_grad_(), table.double().requires_grad_()
+    logits = x @ table.mT
+    each = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    gradients = torch.autograd.grad((each * weights).sum(), (x, table))
+    return each.detach(), *gradients
+
+
+@given(
+    members=st.integers(1, 3),
+    tokens=st.integers(1, 9),
+    width=st.integers(1, 6),
+    words=st.integers(2, 11),
+    spread=st.floats(0.01, 6),
+    chunk=st.integers(1, 400),
+)
+def test_losses_and_gradients_are_pytorchs(members, tokens, width, words, spread, chunk):
+    torch.manual_seed(tokens * words)
+    x, table = spread * torch.randn(members, tokens, width), spread * torch.randn(members, words, width)
+    targets, weights = torch.randint(words, (members, tokens)), torch.rand(members, tokens)
+    each, dx, dtable = reference(x, table, targets, weights)
+    before, lab_loss._CHUNK_BYTES = lab_loss._CHUNK_BYTES, chunk
+    try:
+        found = loss_and_gradient(x, table, targets, weights)
+        alone = losses(x, table, targets)
+    finally:
+        lab_loss._CHUNK_BYTES = before
+    within = each < 70  # beyond, the cap holds
+    torch.testing.assert_close(found.losses.double()[within], each[within], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(alone, found.losses)
+    if within.all():
+        torch.testing.assert_close(found.x.double(), dx, rtol=1e-3, atol=1e-4 * spread)
+        torch.testing.assert_close(found.table.double(), dtable, rtol=1e-3, atol=1e-4 * spread)
+
+
+def test_a_hopeless_token_gives_a_large_finite_loss_and_gradient():
+    x, table = torch.full((1, 1, 1), 300.0), torch.tensor([[[1.0], [-1.0]]])
+    found = loss_and_gradient(x, table, torch.tensor([[1]]), torch.ones(1, 1))
+    assert found.losses.item() == pytest.approx(75, abs=1e-3)
+    assert found.x.isfinite().all()
+    assert found.x.item() == pytest.approx(2.0, rel=1e-3)
+
+
+def test_a_token_without_weight_has_no_gradient():
+    x, table = torch.randn(1, 4, 3), torch.randn(1, 5, 3)
+    weights = torch.tensor([[0.5, 0.0, 0.5, 0.0]])
+    found = loss_and_gradient(x, table, torch.randint(5, (1, 4)), weights)
+    assert (found.x[0, [1, 3]] == 0).all()
+    alone = loss_and_gradient(x[:, [0, 2]], table, torch.randint(5, (1, 2)), weights[:, [0, 2]])
+    assert alone.table.shape == found.table.shape

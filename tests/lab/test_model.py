@@ -1,0 +1,155 @@
+"""The lab's model is fairseq's: same loss, same gradients, same start."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from corpora import batch_at, write_corpus
+from fairseq_like import LanguageModel
+
+from locater import LocaterError
+from locater.lab import Config, Member, ModelConfig, Stack, load_corpus
+from locater.lab.model import body_shapes, initial, positions
+
+CONFIGS = {
+    "post": ModelConfig(width=16, ffn=24, layers=2, tokens=8),
+    "pre": ModelConfig(width=16, ffn=24, layers=2, tokens=8, norm="pre"),
+    "none": ModelConfig(width=16, ffn=24, layers=1, tokens=8, norm="none"),
+    "heads": ModelConfig(width=24, ffn=16, layers=2, heads=3, tokens=8),
+    "tied": ModelConfig(width=16, ffn=24, layers=1, tokens=8, tied=True),
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = write_corpus(tmp_path_factory.mktemp("corpus"))
+    return load_corpus(folder, cache=tmp_path_factory.mktemp("cache"))
+
+
+def stack_of(model, corpus, members=1, **settings):
+    config = Config(model=model, batch=6, steps=10, **settings)
+    people = [Member(f"m{seed}", seed=seed, learning_rate=1e-3) for seed in range(members)]
+    return Stack(config, people, corpus, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_loss_and_every_gradient_are_those_of_the_transcription(kind, corpus):
+    from dataclasses import replace
+
+    model = replace(CONFIGS[kind], dropout=0.0)
+    stack = stack_of(model, corpus, members=2)
+    found = stack.forward_backward()
+    for e in range(2):
+        other = LanguageModel(model, len(corpus.words)).load(stack.parameters(e))
+        inputs, targets = (a[e].view(6, 8) for a in batch_at(stack, 0))
+        loss = other.loss(inputs, targets)
+        loss.backward()
+        torch.testing.assert_close(found[e], loss.detach(), rtol=1e-5, atol=1e-6)
+        gradients = {name: s.gradient[e] for name, s in stack.segments.items() if name != "body"}
+        gradients |= {name: g[e] for name, g in stack.body(stack.segments["body"].gradient).items()}
+        for name, (parameter, rows) in other.names().items():
+            expected = parameter.grad[rows]
+            gap = (gradients[name] - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
+            if name.endswith("k.bias"):  # exactly zero: softmax does not see a shift of all logits
+                assert gradients[name].abs().max() < 1e-7
+            else:
+                assert gap < 1e-5, name
+
+
+def test_a_model_that_trains_w_qk_itself_is_the_one_with_its_factors(corpus):
+    from dataclasses import replace
+
+    model = replace(CONFIGS["heads"], dropout=0.0, layers=1)
+    parts = stack_of(model, corpus)
+    joint = stack_of(replace(model, joint_qk=True), corpus)
+    values, whole = parts.parameters(0), joint.parameters(0)
+    with torch.no_grad():
+        for name in whole:
+            if not name.endswith("qk.weight"):
+                whole[name].copy_(values[name])
+        values["layers.0.q.bias"].zero_()
+        values["layers.0.k.bias"].zero_()
+        w_q, w_k = (values[f"layers.0.{name}.weight"].unflatten(0, (3, 8)) for name in "qk")
+        whole["layers.0.qk.weight"].copy_(w_q.mT @ w_k)
+    torch.testing.assert_close(joint.forward_backward(), parts.forward_backward(), rtol=1e-5, atol=1e-6)
+    for name in ("trace", "scale", "trace_square"):
+        torch.testing.assert_close(joint._spectrum()[name], parts._spectrum()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_parameters_start_as_fairseq_draws_them():
+    model = ModelConfig(width=128, ffn=128, layers=1)
+    start = initial(model, 33_280, seed=0)
+    assert sum(value.numel() for value in start.values()) == 8_619_264  # read off fairseq
+    xavier = math.sqrt(6 / 256)
+    uniform = {  # largest magnitude of a uniform distribution
+        "q.weight": xavier / math.sqrt(2),
+        "k.weight": xavier / math.sqrt(2),
+        "v.weight": xavier / math.sqrt(2),
+        "out.weight": xavier,
+        **{f"{name}.{kind}": 128**-0.5 for name in ("fc1", "fc2") for kind in ("weight", "bias")},
+        **{f"{name}.bias": 128**-0.5 for name in ("q", "k", "v")},
+    }
+    for name, bound in uniform.items():
+        value = start["layers.0." + name]
+        assert value.abs().max() <= bound
+        # the standard deviation of n draws of a uniform law spreads by a factor of about sqrt(0.2/n)
+        spread = 5 * math.sqrt(0.2 / value.numel())
+        assert value.std(correction=0) == pytest.approx(bound / math.sqrt(3), rel=spread), name
+    assert start["layers.0.out.bias"].abs().max() == 0
+    assert (start["layers.0.attention_norm.weight"] == 1).all()
+    for table in ("embedding", "output"):
+        rows = start[table][4:]
+        assert rows.std() == pytest.approx(128**-0.5, rel=5 * math.sqrt(0.5 / rows.numel()))
+    assert (start["embedding"][1] == 0).all()
+    assert (start["output"][1] != 0).any()
+
+
+def test_positions_are_sines_then_cosines_counted_from_two():
+    table = positions(5, 8).double()
+    for t in range(5):
+        for j in range(4):
+            angle = (t + 2) * 10_000 ** (-j / 3)
+            assert table[t, j] == pytest.approx(math.sin(angle), abs=1e-6)
+            assert table[t, 4 + j] == pytest.approx(math.cos(angle), abs=1e-6)
+
+
+def test_no_token_sees_what_comes_after_it(corpus):
+    stack = stack_of(CONFIGS["post"], corpus)
+    from locater.lab.model import embed, hidden_states
+
+    inputs, _ = batch_at(stack, 0)
+    other = inputs.clone()
+    other[:, 5::8] = 4 + (other[:, 5::8] + 1) % 20
+    body = stack.body(stack.segments["body"].value)
+    x, y = (
+        hidden_states(body, embed(stack.segments["embedding"].value, i), stack.config.model) for i in (inputs, other)
+    )
+    same = (x == y).all(-1).view(-1, 8)
+    assert same[:, :5].all()
+    assert not same[:, 5].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"width": 15}, "even"),
+        ({"width": 2}, "at least 4"),
+        ({"heads": 3}, "multiple of heads"),
+        ({"norm": "sandwich"}, "post, pre, none"),
+        ({"dropout": 1.0}, r"\[0, 1\)"),
+        ({"layers": 0}, "whole number"),
+        ({"tokens": 2.5}, "whole number"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(change, says):
+    with pytest.raises(LocaterError, match=says):
+        ModelConfig(**{"width": 16, "ffn": 16, **change})
+
+
+def test_shapes_and_start_name_the_same_parameters():
+    for model in CONFIGS.values():
+        start = initial(model, 20, seed=1)
+        body = {name: tuple(value.shape) for name, value in start.items() if name not in ("embedding", "output")}
+        assert body == body_shapes(model)

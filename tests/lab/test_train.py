@@ -1,0 +1,237 @@
+"""Runs that are killed, interrupted, damaged or refused."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from corpora import write_corpus
+
+from locater import LocaterError
+from locater.lab import Config, Member, ModelConfig, load_corpus, read_metrics, read_run, train
+
+CONFIG = Config(
+    model=ModelConfig(width=16, ffn=16, layers=2, heads=2, tokens=8),
+    batch=8,
+    steps=300,
+    record_every=10,
+    checkpoint_every=15,
+    probe_blocks=8,
+    valid_blocks=8,
+)
+MEMBERS = [
+    Member("plain", learning_rate=3e-3),
+    Member("held", seed=1, learning_rate=3e-3, scale_strength=1e-2, mean_strength=1e-2),
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return load_corpus(write_corpus(tmp_path_factory.mktemp("corpus")), cache=tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """A server that has torch loaded and forks a process at once when asked for one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["locater.lab"])
+    return context
+
+
+def run_here(config, folder, corpus):
+    train(config, MEMBERS, folder, corpus=corpus, device="cpu")
+
+
+def run_limited(config, folder, corpus, limit, answer):
+    """With files no larger than a limit: what a full disk does."""
+    import resource
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        train(config, MEMBERS, folder, corpus=corpus, device="cpu")
+    except LocaterError as error:
+        answer.send(str(error))
+
+
+def finish(process):
+    process.start()
+    process.join(timeout=120)
+    assert process.exitcode == 0
+
+
+def metrics(folder: Path) -> bytes:
+    return (folder / "metrics.jsonl").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, corpus, processes):
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    finish(processes.Process(target=run_here, args=(CONFIG, folder, corpus)))
+    return folder
+
+
+def test_twenty_kills_at_random_moments_lose_nothing(tmp_path, corpus, processes, undisturbed):
+    moments = random.Random(0)
+    folder, kills, finished = tmp_path / "run", 0, 0
+    while kills < 20:
+        process = processes.Process(target=run_here, args=(CONFIG, folder, corpus))
+        process.start()
+        process.join(timeout=moments.uniform(0.05, 1.5))
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            kills += 1
+        else:
+            assert metrics(folder) == metrics(undisturbed)
+            shutil.rmtree(folder)
+            finished += 1
+    finish(processes.Process(target=run_here, args=(CONFIG, folder, corpus)))
+    assert metrics(folder) == metrics(undisturbed)
+    left = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert left == [f"step-{step:09d}.{kind}" for step in (285, 300) for kind in ("json", "safetensors")]
+
+
+def test_ctrl_c_writes_a_checkpoint_and_the_run_goes_on_from_there(tmp_path, corpus, processes, undisturbed):
+    folder = tmp_path / "run"
+    process = processes.Process(target=run_here, args=(replace(CONFIG, checkpoint_every=10_000), folder, corpus))
+    process.start()
+    while not (folder / "metrics.jsonl").exists() or len(metrics(folder).splitlines()) < 12:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(timeout=60)
+    assert process.exitcode == 1  # KeyboardInterrupt
+    assert len(list((folder / "checkpoints").glob("*.safetensors"))) == 1
+    finish(processes.Process(target=run_here, args=(CONFIG, folder, corpus)))
+    assert metrics(folder) == metrics(undisturbed)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "manifest"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, corpus, undisturbed, damage):
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed, folder)
+    newest = max((folder / "checkpoints").glob("*.safetensors"))
+    if damage == "manifest":
+        newest.with_suffix(".json").write_text("{")
+    else:
+        content = bytearray(newest.read_bytes())
+        content[-50] ^= 1
+        newest.write_bytes(content if damage == "flipped" else content[:-100])
+    seen = []
+    train(CONFIG, MEMBERS, folder, corpus=corpus, device="cpu", watch=seen.append)
+    assert "going on from step 285" in seen[0].note
+    assert newest.name.removesuffix(".safetensors") in seen[0].note
+    assert metrics(folder) == metrics(undisturbed)
+
+
+def test_when_every_checkpoint_is_damaged_it_says_so_and_keeps_them(tmp_path, corpus, undisturbed):
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed, folder)
+    for path in (folder / "checkpoints").glob("*.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(LocaterError, match=r"no checkpoint in .* is whole"):
+        train(CONFIG, MEMBERS, folder, corpus=corpus, device="cpu")
+    assert metrics(folder) == metrics(undisturbed)
+
+
+def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path, corpus, processes, undisturbed):
+    folder = tmp_path / "run"
+    finish(processes.Process(target=run_here, args=(replace(CONFIG, steps=30), folder, corpus)))
+    size = max((folder / "checkpoints").glob("*.safetensors")).stat().st_size
+    ours, theirs = multiprocessing.Pipe()
+    finish(processes.Process(target=run_limited, args=(CONFIG, folder, corpus, size // 2, theirs)))
+    assert "cannot write the checkpoint" in ours.recv()
+    left = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert left == [f"step-{step:09d}.{kind}" for step in (15, 30) for kind in ("json", "safetensors")]
+    run_here(CONFIG, folder, corpus)
+    assert read_metrics(folder).drop_duplicates(["step", "member"]).iloc[-1].to_dict() == (
+        read_metrics(undisturbed).iloc[-1].to_dict()
+    )
+
+
+def test_a_disk_without_space_says_that_it_is_full(tmp_path, corpus):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("no right to mount a small disk here")
+    try:
+        with pytest.raises(LocaterError, match=r"disk is full|No space left"):
+            run_here(CONFIG, disk / "run", corpus)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_run_can_be_given_more_steps(tmp_path, corpus, undisturbed):
+    folder = tmp_path / "run"
+    run_here(replace(CONFIG, steps=150), folder, corpus)
+    run_here(CONFIG, folder, corpus)
+    assert metrics(folder) == metrics(undisturbed)
+
+
+def test_a_folder_of_another_run_is_refused_and_left_alone(tmp_path, corpus, undisturbed):
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed, folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for config, members, says in (
+        (replace(CONFIG, batch=4), MEMBERS, "batch differs"),
+        (CONFIG, MEMBERS[:1], "members differs"),
+        (replace(CONFIG, model=replace(CONFIG.model, norm="pre")), MEMBERS, "model differs"),
+    ):
+        with pytest.raises(LocaterError, match=says):
+            train(config, members, folder, corpus=corpus, device="cpu")
+    small = load_corpus(write_corpus(tmp_path / "small", types=20), cache=tmp_path / "cache")
+    with pytest.raises(LocaterError, match="another vocabulary"):
+        train(CONFIG, MEMBERS, folder, corpus=small, device="cpu")
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_broken_member_is_named_with_its_step_and_the_run_ends_when_all_are_broken(tmp_path, corpus):
+    wild = [replace(m, learning_rate=1e30) for m in MEMBERS]
+    seen = []
+    config = replace(CONFIG, steps=100)
+    train(config, [wild[0], MEMBERS[1]], tmp_path / "one", corpus=corpus, device="cpu", watch=seen.append)
+    assert list(seen[-1].broke_at) == ["plain"]
+    assert seen[-1].step == 100
+    train(config, wild, tmp_path / "all", corpus=corpus, device="cpu", watch=seen.append)
+    assert list(seen[-1].broke_at) == ["plain", "held"]
+    assert seen[-1].step < 100
+    json.loads((tmp_path / "all" / "metrics.jsonl").read_text().splitlines()[-1], parse_constant=pytest.fail)
+
+
+def test_tensorboard_gets_every_number(tmp_path, corpus):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(replace(CONFIG, steps=20), MEMBERS, tmp_path, corpus=corpus, device="cpu", tensorboard=True)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    last = read_metrics(tmp_path).iloc[-1]
+    (*_, event) = events.Scalars("perplexity/held")
+    assert (event.step, event.value) == (20, pytest.approx(last["perplexity"]))
+    (*_, event) = events.Scalars("entropy/1.0/held")
+    assert event.value == pytest.approx(last["entropy"][1][0])
+
+
+def test_a_run_says_what_it_was(undisturbed):
+    run = read_run(undisturbed)
+    assert run.config == CONFIG
+    assert list(run.members) == MEMBERS
+    assert {"hardware", "versions", "vocabulary", "seconds"} <= run.about.keys()
+    assert set(read_metrics(undisturbed)["step"]) == {0, 1, 2, 4, 8, *range(10, 301, 10)}
+
+
+def test_names_of_members_must_differ(tmp_path, corpus):
+    with pytest.raises(LocaterError, match="names differ"):
+        train(CONFIG, [MEMBERS[0], MEMBERS[0]], tmp_path, corpus=corpus)
+    with pytest.raises(LocaterError, match="cannot train on the device 'moon'"):
+        train(CONFIG, MEMBERS, tmp_path / "x", corpus=corpus, device="moon")
+    assert not (tmp_path / "x").exists()
