@@ -115,7 +115,7 @@ def _tune(stack: Stack) -> None:
     shift = torch.zeros(len(stack), 4096, device="cuda")
     out = torch.empty(len(stack), 4096, WORDS, dtype=torch.bfloat16, device="cuda")
     for options in ({"out": out}, {"out": out, "product": False}, {"product": False}, {"gradient": True}):
-        print("  ", {name: value for name, value in options.items() if name != "out"}, "store" if "out" in options else "")
+        print("  ", *("e stored" if name == "out" else f"{name}={value}" for name, value in options.items()))
         for tiles, ms in sorted(_kernels.tune(x, table, shift, **options).items(), key=lambda item: item[1]):
             print(f"    {ms / len(stack) * 1e3:8.1f} µs a model  {tiles}", flush=True)
     big = torch.bmm

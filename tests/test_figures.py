@@ -74,6 +74,6 @@ def test_a_folder_that_cannot_be_written_is_named_before_any_work(tmp_path):
 
 
 def test_an_unknown_figure_is_refused(tmp_path):
-    with pytest.raises(LocaterError, match="figure must be one of .*, 11, 12, got 13"):
+    with pytest.raises(LocaterError, match=r"figure must be one of .*, 11, 12, got 13"):
         draw(13, tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -65,17 +65,14 @@ class LanguageModel(nn.Module):
 
     def names(self) -> dict[str, tuple[nn.Parameter, slice]]:
         """The lab's name of every parameter → the parameter here and the rows of it."""
-        d = self.config.width
         every = slice(None)
         found: dict[str, tuple[nn.Parameter, slice]] = {"embedding": (self.embedding.weight, every)}
         if not self.config.tied:
             found["output"] = (self.output.weight, every)
         for i, layer in enumerate(self.layers):
             at = f"layers.{i}."
-            for j, name in enumerate("qkv"):
-                rows = slice(j * d, (j + 1) * d)
-                found[at + name + ".weight"] = (layer.attention.in_proj_weight, rows)
-                found[at + name + ".bias"] = (layer.attention.in_proj_bias, rows)
+            found[at + "qkv.weight"] = (layer.attention.in_proj_weight, every)
+            found[at + "qkv.bias"] = (layer.attention.in_proj_bias, every)
             modules = {"out": layer.attention.out_proj, "fc1": layer.fc1, "fc2": layer.fc2}
             if self.config.norm != "none":
                 modules |= {"attention_norm": layer.attention_norm, "ffn_norm": layer.ffn_norm}

@@ -52,10 +52,9 @@ def test_loss_and_every_gradient_are_those_of_the_transcription(kind, corpus):
         for name, (parameter, rows) in other.names().items():
             expected = parameter.grad[rows]
             gap = (gradients[name] - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
-            if name.endswith("k.bias"):  # exactly zero: softmax does not see a shift of all logits
-                assert gradients[name].abs().max() < 1e-7
-            else:
-                assert gap < 1e-5, name
+            assert gap < 1e-5, name
+            if name.endswith("qkv.bias"):  # the keys' is zero: softmax does not see a shift of all logits
+                assert gradients[name].chunk(3)[1].abs().max() < 1e-7
 
 
 def test_a_model_that_trains_w_qk_itself_is_the_one_with_its_factors(corpus):
@@ -67,12 +66,13 @@ def test_a_model_that_trains_w_qk_itself_is_the_one_with_its_factors(corpus):
     values, whole = parts.parameters(0), joint.parameters(0)
     with torch.no_grad():
         for name in whole:
-            if not name.endswith("qk.weight"):
+            if name in values:
                 whole[name].copy_(values[name])
-        values["layers.0.q.bias"].zero_()
-        values["layers.0.k.bias"].zero_()
-        w_q, w_k = (values[f"layers.0.{name}.weight"].unflatten(0, (3, 8)) for name in "qk")
+        values["layers.0.qkv.bias"][:48].zero_()
+        w_q, w_k, w_v = values["layers.0.qkv.weight"].unflatten(0, (3, 3, 8))
         whole["layers.0.qk.weight"].copy_(w_q.mT @ w_k)
+        whole["layers.0.v.weight"].copy_(w_v.flatten(0, 1))
+        whole["layers.0.v.bias"].copy_(values["layers.0.qkv.bias"][48:])
     torch.testing.assert_close(joint.forward_backward(), parts.forward_backward(), rtol=1e-5, atol=1e-6)
     for name in ("trace", "scale", "trace_square"):
         torch.testing.assert_close(joint._spectrum()[name], parts._spectrum()[name], rtol=1e-4, atol=1e-5)
@@ -84,12 +84,10 @@ def test_parameters_start_as_fairseq_draws_them():
     assert sum(value.numel() for value in start.values()) == 8_619_264  # read off fairseq
     xavier = math.sqrt(6 / 256)
     uniform = {  # largest magnitude of a uniform distribution
-        "q.weight": xavier / math.sqrt(2),
-        "k.weight": xavier / math.sqrt(2),
-        "v.weight": xavier / math.sqrt(2),
+        "qkv.weight": xavier / math.sqrt(2),
         "out.weight": xavier,
         **{f"{name}.{kind}": 128**-0.5 for name in ("fc1", "fc2") for kind in ("weight", "bias")},
-        **{f"{name}.bias": 128**-0.5 for name in ("q", "k", "v")},
+        "qkv.bias": 128**-0.5,
     }
     for name, bound in uniform.items():
         value = start["layers.0." + name]

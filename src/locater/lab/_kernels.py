@@ -149,11 +149,11 @@ def candidates(width: int, *, product: bool, store: bool) -> list[Tiles]:
         ]
     if product:
         return [
+            Tiles(64, 128, 4, 3, descriptors=True),
             Tiles(128, 64, 4, 3),
             Tiles(128, 64, 4, 3, descriptors=True),
             Tiles(128, 64, 8, 3, descriptors=True),
             Tiles(128, 128, 8, 3, registers=128, descriptors=True),
-            Tiles(64, 128, 4, 3, descriptors=True),
             Tiles(64, 64, 4, 4),
         ]
     tiles = [
@@ -296,7 +296,9 @@ def _exp(
         _exp_kernel[(_ceil(rows, tiles.rows) * parts * members,)](
             a, b, _descriptor(b, [1, tiles.columns, block_d]) if tiles.descriptors and block_d == width else None,
             shift.contiguous(), zs, ys,
-            out, _descriptor(out, [1, tiles.rows, tiles.columns]) if tiles.descriptors and out is not None else None,
+            # what it stores ends at a multiple of 16 bytes
+            out, _descriptor(out, [1, tiles.rows, tiles.columns])
+            if tiles.descriptors and out is not None and columns % 8 == 0 else None,
             rows, columns, *a.stride()[:2], *b.stride()[:2], *((0, 0, 0) if ys is None else ys.stride()[:3]),
             *((0, 0) if out is None else out.stride()[:2]), parts, steps,
             D=width, BLOCK_A=tiles.rows, BLOCK_B=tiles.columns, BLOCK_D=block_d, EDGE=columns % tiles.columns != 0,
@@ -426,18 +428,29 @@ def adamw_(
 
 @_jit
 @no_type_check
-def _dropout_kernel(x, residual, key, y, M, threshold, scale, BLOCK: tl.constexpr):
-    """y = residual + x · scale where the bits that `_random.dropout_bits` defines are at least the threshold."""
-    e = tl.program_id(1)
-    k, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), e.to(tl.int64) * M
-    whole = tl.load(key + e).to(tl.int64)
+def kept(k, key, threshold):
+    """Whether element k stays: the bits that `_random.dropout_bits` defines are at least the threshold."""
+    whole = key.to(tl.int64)
     bits = (k.to(tl.uint32) * 0x9E3779B9) ^ whole.to(tl.uint32)
     bits = ((bits ^ (bits >> 16)) * 0xED5AD4BB) ^ (whole >> 32).to(tl.uint32)
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
-    bits ^= bits >> 16
+    return (bits ^ (bits >> 16)).to(tl.int32, bitcast=True) >= threshold
+
+
+def threshold_of(rate: float) -> int:
+    """Of signed 32-bit integers, a share of `rate` lies below it."""
+    return min(round(rate * 2**32) - 2**31, 2**31 - 1)
+
+
+@_jit
+@no_type_check
+def _dropout_kernel(x, residual, key, y, M, threshold, scale, BLOCK: tl.constexpr):
+    """y = residual + x · scale where x stays."""
+    e = tl.program_id(1)
+    k, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), e.to(tl.int64) * M
     value = tl.load(x + row + k, mask=k < M, other=0.0).to(tl.float32) * scale
-    value = tl.where(bits.to(tl.int32, bitcast=True) >= threshold, value, 0.0)
+    value = tl.where(kept(k, tl.load(key + e), threshold), value, 0.0)
     if residual is not None:
         value += tl.load(residual + row + k, mask=k < M, other=0.0).to(tl.float32)
     tl.store(y + row + k, value.to(y.dtype.element_ty), mask=k < M)
@@ -461,9 +474,8 @@ def _dropout(x: Tensor, residual: Tensor | None, key: Tensor, rate: float) -> Te
             raise LocaterError(f"x and residual must be contiguous, in 32 bits or 16, and of one shape: {x.shape}")
     y = torch.empty_like(x if residual is None else residual)
     count, block = x[0].numel(), 2048
-    threshold = min(round(rate * 2**32) - 2**31, 2**31 - 1)
     with _on(x):
         _dropout_kernel[(_ceil(count, block), x.shape[0])](
-            x, residual, key, y, count, threshold, 1 / (1 - rate), BLOCK=block, num_warps=4
+            x, residual, key, y, count, threshold_of(rate), 1 / (1 - rate), BLOCK=block, num_warps=4
         )
     return y

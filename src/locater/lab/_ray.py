@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import platform
 import socket
@@ -82,7 +83,7 @@ def _connection(ray: ModuleType, address: str | None) -> Iterator[None]:
             ray.init(address, **settings)
         except Exception as error:  # what Ray says has many classes
             what = "cannot start Ray here" if address == "local" else f"cannot connect to a Ray cluster at {address}"
-            raise LocaterError(f"{what}: {_first_line(error)}") from error
+            raise LocaterError(f"{what}: {_lines(error)[0]:.200}") from error
         yield
     finally:
         ray.shutdown()
@@ -142,7 +143,7 @@ class _Driver:
         self._task = ray.remote(**resources, max_retries=0)(_train_group)
         self._device, self._origin = device, _Origin()
         self._running: dict[Any, Group] = {}  # by the reference to the result
-        self._deaths: dict[str, Counter[str]] = {group.name: Counter() for group in plan.groups}  # by checkpoint
+        self._deaths: dict[str, Counter[int]] = {group.name: Counter() for group in plan.groups}  # by checkpoint
         self._failed: dict[str, str] = {}  # and why
 
     def run(self) -> None:
@@ -169,22 +170,23 @@ class _Driver:
         try:
             self.watch(group.name, self.ray.get(result))
         except errors.RayTaskError as error:  # an exception over there
-            told = isinstance(error.cause, LocaterError)
-            self._failed[group.name] = str(error.cause) if told else _described(error.cause)
+            self._failed[group.name] = _reason(error.cause)
         except errors.TaskCancelledError:
             self._failed[group.name] = "it was cancelled"
         except errors.RayError as error:  # the worker, or its node, is gone
             self._send_again(group, error)
 
     def _send_again(self, group: Group, error: Exception) -> None:
-        checkpoints = self.plan.folder / group.name / "checkpoints"
-        reached = max((path.stem for path in checkpoints.glob("step-*.json")), default="the beginning")
+        checkpoints = (self.plan.folder / group.name / "checkpoints").glob("step-*.json")
+        reached = max((int(path.stem.removeprefix("step-")) for path in checkpoints), default=0)
         deaths = self._deaths[group.name]
         deaths[reached] += 1
-        if deaths[reached] < _DEATHS:
-            self._send(group)
-        else:
-            self._failed[group.name] = f"its worker died {_DEATHS} times after {reached}: {_described(error)}"
+        if deaths[reached] >= _DEATHS:
+            self._failed[group.name] = f"its worker died {_DEATHS} times after step {reached}: {_described(error)}"
+            return
+        note = f"its worker died ({type(error).__name__}); going on from step {reached}"
+        self.watch(group.name, Progress(reached, self.plan.config.steps, 0.0, math.inf, {}, {}, {}, note))
+        self._send(group)
 
     def _tell(self) -> None:
         """Passes on what the groups reported; without the board there is nothing to see, and the training goes on."""
@@ -219,12 +221,20 @@ def _complaint(failed: dict[str, str], groups: int) -> str:
     return said + (f" (the other {others} of {groups} groups are finished)" if others else "")
 
 
+def _reason(cause: BaseException) -> str:
+    if isinstance(cause, LocaterError):
+        return str(cause)
+    if "failed to import on the worker" in str(cause):  # Ray's words, before sys.path and a traceback
+        return f"a node cannot import locater ({_lines(cause)[-1]}); install the same version on all nodes"
+    return _described(cause)
+
+
 def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_first_line(error)}"
+    return f"{type(error).__name__}: {_lines(error)[0]:.200}"
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _lines(error: BaseException) -> list[str]:
+    return [line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason given"]
 
 
 # ---------------------------------------------------------------------- on the nodes

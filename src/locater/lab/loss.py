@@ -3,7 +3,7 @@
 With the target's own logit as the shift, e_v = exp(s_v − s_target) and Z = Σ_v e_v, the loss of a token is log Z and
 the gradient of its logits e_v/Z − 1[v = target]: one pass over the logits gives everything, no maximum is looked for,
 and what remains is two products of e with matrices whose rows carry the 1/Z. The logits of all tokens are never in
-memory at once, except on a GPU with Triton, where e (bfloat16) is kept for the second product.
+memory at once, except on a GPU with Triton, where a wide model's e (bfloat16) is kept for the second product.
 
 A shifted logit is capped at 75 so that no sum overflows: a token whose loss exceeds 75 nats has a smaller gradient than
 it should, and its loss is given as too small. Nothing that still trains comes near it.
@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from locater.lab import _kernels
-from locater.lab.model import embed
+from locater.lab.model import add_rows_, embed
 
 __all__ = ["LossGradient", "loss_and_gradient", "losses"]
 
 CAP = 75.0
 _CHUNK_BYTES = 48 << 20  # of logits at a time: about what stays in a CPU's caches and allocator
 _KEPT_BYTES = 16 << 30  # of e at a time on a GPU
+_NARROW = 64  # up to this width, making e again costs less than writing and reading it
 
 
 class LossGradient(NamedTuple):
@@ -73,6 +74,13 @@ def loss_and_gradient(
 def _by_kernel(
     x: Tensor, table: Tensor, targets: Tensor, weights: Tensor, shift: Tensor, gradient: Tensor
 ) -> LossGradient:
+    if x.shape[-1] <= _NARROW:
+        z, product = _kernels.exp_logits(x, table, shift)
+        # a token's share of a word's gradient, weight · e/z, is an exponential too
+        _kernels.weight_gradient(x, table, shift + z.log() - weights.log(), out=gradient)
+        add_rows_(gradient, targets, -weights[..., None] * x)
+        rows = embed(table, targets)
+        return LossGradient(z.log(), weights[..., None] * (product / z[..., None] - rows), gradient)
     (e, n, _), v = x.shape, table.shape[1]
     z, dx = torch.empty_like(shift), torch.empty(x.shape, device=x.device)
     size = max(1, _KEPT_BYTES // (2 * n * v))

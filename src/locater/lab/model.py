@@ -17,11 +17,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from locater.lab._random import dropout, dropout_add, site_key
+from locater.lab._norm import add, add_norm, norm
+from locater.lab._random import dropout, site_key
 from locater.lab.config import ModelConfig
 from locater.qk import QK
 
-__all__ = ["Dropout", "body_shapes", "embed", "hidden_states", "initial", "positions", "query_key"]
+__all__ = [
+    "PAD",
+    "Dropout",
+    "add_rows_",
+    "body_shapes",
+    "dropout_sites",
+    "embed",
+    "hidden_states",
+    "initial",
+    "positions",
+    "query_key_matrix",
+]
 
 PAD = 1  # its embedding starts at zero, and positions are counted from the index after it, as fairseq does
 
@@ -36,10 +48,10 @@ def body_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for i in range(config.layers):
         at = f"layers.{i}."
         if config.joint_qk:
-            shapes[at + "qk.weight"] = (h, d, d)
-        else:
-            shapes |= {at + "q.weight": (d, d), at + "q.bias": (d,), at + "k.weight": (d, d), at + "k.bias": (d,)}
-        shapes |= {at + "v.weight": (d, d), at + "v.bias": (d,), at + "out.weight": (d, d), at + "out.bias": (d,)}
+            shapes |= {at + "qk.weight": (h, d, d), at + "v.weight": (d, d), at + "v.bias": (d,)}
+        else:  # queries, keys and values, one above the other
+            shapes |= {at + "qkv.weight": (3 * d, d), at + "qkv.bias": (3 * d,)}
+        shapes |= {at + "out.weight": (d, d), at + "out.bias": (d,)}
         shapes |= {at + "fc1.weight": (f, d), at + "fc1.bias": (f,), at + "fc2.weight": (d, f), at + "fc2.bias": (d,)}
         if config.norm != "none":
             for norm in ("attention_norm", "ffn_norm"):
@@ -67,7 +79,7 @@ def initial(config: ModelConfig, vocabulary: int, seed: int) -> dict[str, Tensor
             w_q, w_k = (uniform((d, d), math.sqrt(6 / (2 * d) / 2)).unflatten(0, (config.heads, -1)) for _ in "qk")
             joint: Tensor = w_q.mT @ w_k
             return joint
-        if module in ("q", "k", "v") and kind == "weight":  # Xavier with gain 1/√2
+        if module in ("qkv", "v") and kind == "weight":  # Xavier with gain 1/√2, each of the three by itself
             return uniform(shape, math.sqrt(6 / (2 * d) / 2))
         fan_in = config.ffn if module == "fc2" else d
         return uniform(shape, 1 / math.sqrt(fan_in))  # nn.Linear's default, weights and biases
@@ -94,17 +106,30 @@ def embed(table: Tensor, tokens: Tensor) -> Tensor:
     return table.view(e * v, d).index_select(0, rows.flatten()).view(e, -1, d)
 
 
+def add_rows_(table: Tensor, tokens: Tensor, rows: Tensor) -> None:
+    """table[e, tokens[e, n]] += rows[e, n], by operations that add in the same order on every run."""
+    e, v, d = table.shape
+    at = (tokens + v * torch.arange(e, device=tokens.device)[:, None]).flatten()
+    if table.is_cuda:
+        table.view(e * v, d).index_put_((at,), rows.reshape(-1, d), accumulate=True)
+    else:
+        table.view(e * v, d).index_add_(0, at, rows.reshape(-1, d))
+
+
 class Dropout:
     """Masks that depend on the model's seed, the step and the place, and on nothing else."""
 
-    def __init__(self, rate: float, seeds: Tensor, step: Tensor) -> None:
-        self.rate, self.seeds, self.step = rate, seeds, step
+    def __init__(self, rate: float, seeds: Tensor, step: Tensor, sites: int) -> None:
+        self.rate = rate
+        self._keys = site_key(seeds, step, torch.arange(sites, device=seeds.device)[:, None])  # (S, E)
 
-    def __call__(self, x: Tensor, site: int) -> Tensor:
-        return dropout(x, site_key(self.seeds, self.step, site), self.rate)
+    def key(self, site: int) -> Tensor:
+        return self._keys[site]
 
-    def add(self, x: Tensor, residual: Tensor, site: int) -> Tensor:
-        return dropout_add(x, residual, site_key(self.seeds, self.step, site), self.rate)
+
+def dropout_sites(config: ModelConfig) -> int:
+    """The embeddings, and two branches a layer."""
+    return 1 + 2 * config.layers
 
 
 def hidden_states(
@@ -116,50 +141,56 @@ def hidden_states(
 ) -> Tensor:
     """(E, N, D), what the output table multiplies."""
     e, _, d = embedded.shape
-    t, h = config.tokens, config.heads
+    t = config.tokens
     place = positions(t, d, embedded.device).to(embedded.dtype)
     x = (embedded.view(e, -1, t, d) * math.sqrt(d) + place).view(e, -1, d)
-    x = drop(x, 0) if drop else x
+    x = dropout(x, drop.key(0), drop.rate) if drop else x
 
-    def norm(x: Tensor, name: str) -> Tensor:
-        normed = functional.layer_norm(x, (d,))
-        return torch.addcmul(p[name + ".bias"][:, None], normed, p[name + ".weight"][:, None])
+    def close(branch: Tensor, linear: str, x: Tensor, site: int, after: str | None) -> tuple[Tensor, Tensor]:
+        """Adds a branch to the residual stream x; gives that and what stands in LayerNorm `after`, if any."""
+        key, rate = (drop.key(site), drop.rate) if drop else (None, 0.0)
+        bias = p[linear + ".bias"]
+        if after is None:
+            x = add(branch, bias, x, key, rate)
+            return x, x
+        return add_norm(branch, bias, x, p[after + ".weight"], p[after + ".bias"], key, rate)
 
-    def residual(x: Tensor, branch: Tensor, site: int) -> Tensor:
-        return drop.add(branch, x, site) if drop else x + branch
-
+    # x is the residual stream, y what the next branch reads: with LayerNorm after (post), both are its result
+    y = norm(x, p["layers.0.attention_norm.weight"], p["layers.0.attention_norm.bias"]) if config.norm == "pre" else x
     for i in range(config.layers):
         at = f"layers.{i}."
-        y = norm(x, at + "attention_norm") if config.norm == "pre" else x
-        q, k = query_key(p, at, y, config)  # (E, B, H, T, K), or D wide where W_QK is trained itself
-        v = _heads(_linear(p, at + "v", y), t, h)
+        q, k, v = _query_key_value(p, at, y, config)  # (E, B, H, T, ·)
         if see:
             see(i, x, q, k)
-        q, k, v = (a.flatten(0, 1) for a in (q, k, v))  # (E·B, H, T, K)
+        q, k, v = (a.flatten(0, 1) for a in (q, k, v))  # (E·B, H, T, ·)
         scale = 1 / math.sqrt(config.head_width)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-        y = _linear(p, at + "out", mixed.transpose(1, 2).reshape(e, -1, d))
-        x = residual(x, y, 2 * i + 1)
-        x = norm(x, at + "attention_norm") if config.norm == "post" else x
+        branch = _product(mixed.transpose(1, 2).reshape(e, -1, d), p[at + "out.weight"])
+        after = {"post": at + "attention_norm", "pre": at + "ffn_norm", "none": None}[config.norm]
+        x, y = close(branch, at + "out", x, 2 * i + 1, after)
+        x = y if config.norm == "post" else x
 
-        y = norm(x, at + "ffn_norm") if config.norm == "pre" else x
-        y = _linear(p, at + "fc2", functional.relu(_linear(p, at + "fc1", y)))
-        x = residual(x, y, 2 * i + 2)
-        x = norm(x, at + "ffn_norm") if config.norm == "post" else x
-    if see:  # the last hidden states, after the last layer; they have no queries
+        branch = _product(functional.relu(_linear(p, at + "fc1", y)), p[at + "fc2.weight"])
+        following = f"layers.{i + 1}.attention_norm" if i + 1 < config.layers else "norm"
+        after = {"post": at + "ffn_norm", "pre": following, "none": None}[config.norm]
+        x, y = close(branch, at + "fc2", x, 2 * i + 2, after)
+        x = y if config.norm == "post" else x
+    if see:  # the hidden states after the last layer; they have no queries
         see(config.layers, x, x.new_empty(0), x.new_empty(0))
-    return norm(x, "norm") if config.norm == "pre" else x
+    return y
 
 
-def query_key(p: Mapping[str, Tensor], at: str, x: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Queries and keys (E, B, H, T, ·) whose products, over √K, are the logits."""
-    t, h = config.tokens, config.heads
+def _query_key_value(p: Mapping[str, Tensor], at: str, x: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """(E, B, H, T, ·) each; products of queries and keys, over √K, are the logits."""
+    (e, _, d), t, h = x.shape, config.tokens, config.heads
     if not config.joint_qk:
-        return _heads(_linear(p, at + "q", x), t, h), _heads(_linear(p, at + "k", x), t, h)
-    e, _, d = x.shape
+        together = _linear(p, at + "qkv", x).view(e, -1, t, 3, h, d // h)
+        q, k, v = together.permute(3, 0, 1, 4, 2, 5)
+        return q, k, v
+    queries = (x[:, None] @ p[at + "qk.weight"]).view(e, h, -1, t, d).transpose(1, 2)  # (x_queryᵀ W_QK) x_key
     keys = x.view(e, -1, 1, t, d).expand(-1, -1, h, -1, -1)
-    queries = (x[:, None] @ p[at + "qk.weight"]).view(e, h, -1, t, d)  # (x_queryᵀ W_QK) x_key
-    return queries.transpose(1, 2), keys
+    values = _linear(p, at + "v", x).view(e, -1, t, h, d // h).transpose(2, 3)
+    return queries, keys, values
 
 
 def query_key_matrix(p: Mapping[str, Tensor], layer: int, config: ModelConfig) -> QK:
@@ -167,7 +198,8 @@ def query_key_matrix(p: Mapping[str, Tensor], layer: int, config: ModelConfig) -
     at = f"layers.{layer}."
     if config.joint_qk:
         return QK.from_joint(p[at + "qk.weight"])
-    return QK(*(p[at + name].unflatten(1, (config.heads, -1)) for name in ("q.weight", "k.weight")))
+    w_q, w_k, _ = p[at + "qkv.weight"].unflatten(1, (3, config.heads, -1)).unbind(1)  # (E, H, K, D)
+    return QK(w_q, w_k)
 
 
 def _linear(p: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -177,6 +209,5 @@ def _linear(p: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     return torch.baddbmm(bias[:, None], x, weight.mT)
 
 
-def _heads(x: Tensor, tokens: int, heads: int) -> Tensor:
-    """(E, N, D) → (E, B, H, T, K)."""
-    return x.view(len(x), -1, tokens, heads, x.shape[-1] // heads).transpose(2, 3)
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.linear(x[0], weight[0])[None] if len(x) == 1 else torch.bmm(x, weight.mT)

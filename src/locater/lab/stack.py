@@ -23,7 +23,9 @@ from locater.lab.loss import loss_and_gradient, losses
 from locater.lab.model import (
     PAD,
     Dropout,
+    add_rows_,
     body_shapes,
+    dropout_sites,
     embed,
     hidden_states,
     initial,
@@ -36,7 +38,7 @@ __all__ = ["Stack", "TokenBlocks"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FIRST_SCALE, _GROWTH_INTERVAL = 128.0, 2_000  # of the loss under fp16
-_EVALUATED_BLOCKS = 128  # of each member at a time
+_EVALUATED_TOKENS = 1 << 18  # of all members together, at a time
 _WARM_UP = 2  # updates on a GPU before one is recorded: kernels are compiled, workspaces made
 
 
@@ -167,7 +169,7 @@ class Stack:
         inputs, targets = self.train(self._blocks())
         counted = targets != PAD
         weights = counted / counted.sum(1, keepdim=True)
-        drop = Dropout(model.dropout, self.seeds, self._clock) if model.dropout else None
+        drop = Dropout(model.dropout, self.seeds, self._clock, dropout_sites(model)) if model.dropout else None
         table = self.segments["embedding"]
         low = self.body(self.segments["body"].low)
         embedded = embed(table.low, inputs).requires_grad_()
@@ -187,7 +189,7 @@ class Stack:
             rows = rows / self.loss_scale[:, None, None]
         if "output" in self.segments:
             table.gradient.zero_()
-        _add_rows_(table.gradient, inputs, rows)
+        add_rows_(table.gradient, inputs, rows)
         # a sum is finite only if all are; the output table's gradient is then finite too, products of finite numbers
         self._finite.copy_(torch.isfinite(together.float().sum(1) + rows.sum((1, 2))))
         return self.losses.copy_((found.losses * weights).sum(1))
@@ -229,8 +231,9 @@ class Stack:
             if model.joint_qk:
                 gradients[at + "qk.weight"] += of_k
             else:
-                gradients[at + "q.weight"] += of_q.flatten(1, 2)
-                gradients[at + "k.weight"] += of_k.flatten(1, 2)
+                heads = gradients[at + "qkv.weight"].unflatten(1, (3, model.heads, -1))
+                heads[:, 0] += of_q
+                heads[:, 1] += of_k
 
     def _shuffle(self, epoch: int) -> None:
         """Every epoch has an order of its own, for each member; the last batch is filled up with empty blocks."""
@@ -280,8 +283,9 @@ class Stack:
         total = torch.zeros(len(self), dtype=torch.float64, device=self.device)
         tokens = 0
         count = min(self.valid.count, self.config.valid_blocks or self.valid.count)
-        for start in range(0, count, _EVALUATED_BLOCKS):
-            blocks = torch.arange(start, min(start + _EVALUATED_BLOCKS, count), device=self.device)
+        size = max(1, _EVALUATED_TOKENS // (len(self) * self.config.model.tokens))
+        for start in range(0, count, size):
+            blocks = torch.arange(start, min(start + size, count), device=self.device)
             x, targets = self._forward(blocks)
             counted = targets != PAD
             total += (losses(x, self.output.low, targets) * counted).sum(1, dtype=torch.float64)
@@ -351,16 +355,6 @@ class Stack:
         for segment in self.segments.values():
             if segment.low is not segment.value:
                 segment.low.copy_(segment.value)
-
-
-def _add_rows_(table: Tensor, tokens: Tensor, rows: Tensor) -> None:
-    """table[e, tokens[e, n]] += rows[e, n], by operations that add in the same order on every run."""
-    e, v, d = table.shape
-    at = (tokens + v * torch.arange(e, device=tokens.device)[:, None]).flatten()
-    if table.is_cuda:
-        table.view(e * v, d).index_put_((at,), rows.reshape(-1, d), accumulate=True)
-    else:
-        table.view(e * v, d).index_add_(0, at, rows.reshape(-1, d))
 
 
 def _rounded(value: Any) -> Any:

@@ -161,7 +161,7 @@ def test_a_hopeless_target_gives_large_numbers_and_no_infinities():
     problem.shift[1, 3] = -500.0
     z, y = exp_logits(problem.x, problem.w, problem.shift, tiles=SMALL)
     problem.check(z, y)
-    assert z[1, 3] > 1e35
+    assert z[1, 3] > 1e34
     assert y.isfinite().all()
 
 
