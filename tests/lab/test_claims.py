@@ -10,16 +10,8 @@ from scipy.stats import spearmanr
 from test_lab_figures import PAPER, Synthetic, records, synthetic_run
 
 from locater import LocaterError
-from locater.lab.claims import (
-    _rank_correlation,
-    broken_line,
-    claims,
-    claims_markdown,
-    claims_table,
-    read_sweep,
-    seed_spread,
-    stripes,
-)
+from locater.lab.claims import _rank_correlation, claims, claims_markdown, claims_table, seed_spread
+from locater.lab.series import broken_line, read_sweep, stripes
 
 TRACE = "LocAteR holds tr W_QK"
 SCALE = "the stronger κ₂, the smaller the eigenspectrum scale"

@@ -60,7 +60,7 @@ def draw(
 def draw_run(folder: str | Path, out: str | Path, name: str) -> list[Path]:
     """Draws any run or sweep as Figs. 6 and 7 draw the paper's: NAME-curves and NAME-rho, as PNG, SVG and JSON."""
     from locater.figures import _lab
-    from locater.lab.claims import read_sweep
+    from locater.lab.series import read_sweep
 
     sweep = read_sweep(folder)
     target = writable_folder(Path(out))

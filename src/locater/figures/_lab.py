@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from locater.errors import LocaterError
 from locater.figures._paper import BLACK, BLUE, Drawing, Progress
-from locater.lab.claims import FIGURE_OF, Array, Sweep, plain, read_sweep, stripes
+from locater.lab.series import FIGURE_OF, Array, Sweep, plain, read_sweep, stripes
 
 __all__ = ["curves", "figure", "propagation", "sweep_for"]
 

@@ -145,6 +145,7 @@ class _Driver:
         self._running: dict[Any, Group] = {}  # by the reference to the result
         self._deaths: dict[str, Counter[int]] = {group.name: Counter() for group in plan.groups}  # by checkpoint
         self._failed: dict[str, str] = {}  # and why
+        self._traceback: Exception | None = None  # of one of them, for whoever looks for a bug
 
     def run(self) -> None:
         try:
@@ -159,7 +160,7 @@ class _Driver:
             self._stop()
             raise
         if self._failed:
-            raise LocaterError(_complaint(self._failed, len(self.plan.groups)))
+            raise LocaterError(_complaint(self._failed, len(self.plan.groups))) from self._traceback
 
     def _send(self, group: Group) -> None:
         result = self._task.options(name=group.name).remote(self.plan, group, self._device, self._origin, self._board)
@@ -168,13 +169,15 @@ class _Driver:
     def _collect(self, result: Any, group: Group) -> None:
         errors = self.ray.exceptions
         try:
-            self.watch(group.name, self.ray.get(result))
+            last = self.ray.get(result)
         except errors.RayTaskError as error:  # an exception over there
-            self._failed[group.name] = _reason(error.cause)
+            self._failed[group.name], self._traceback = _reason(error.cause), error
         except errors.TaskCancelledError:
             self._failed[group.name] = "it was cancelled"
         except errors.RayError as error:  # the worker, or its node, is gone
             self._send_again(group, error)
+        else:
+            self.watch(group.name, last)
 
     def _send_again(self, group: Group, error: Exception) -> None:
         checkpoints = (self.plan.folder / group.name / "checkpoints").glob("step-*.json")
