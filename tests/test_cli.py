@@ -135,7 +135,10 @@ def test_ctrl_c_stops_cleanly_and_leaves_nothing_half_written(tmp_path):
     )
     time.sleep(6)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    try:
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert (out, err) == ("", "locater: stopped\n")
     assert list(tmp_path.iterdir()) == []

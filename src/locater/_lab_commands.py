@@ -1,4 +1,4 @@
-"""The lab's commands: train and sweep."""
+"""The lab's commands: train, sweep, claims, presets."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from rich.text import Text
 from locater import _terminal as terminal
 from locater._terminal import JsonOption
 from locater.errors import LocaterError
+from locater.files import write_file
 
 if TYPE_CHECKING:
     from locater.lab import Config, Preset, Progress
@@ -45,6 +47,7 @@ Kappa1Option = Annotated[float, typer.Option("--kappa-1", help="The paper's Îºâ‚
 def register(app: typer.Typer) -> None:
     app.command("train")(train_command)
     app.command("sweep")(sweep_command)
+    app.command("claims")(claims_command)
     app.command("presets")(presets_command)
 
 
@@ -152,6 +155,29 @@ def sweep_command(
             about={"preset": preset},
         )
     _report(folder, json_file)
+
+
+def claims_command(
+    runs: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a sweep.")],
+    seeds_from: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A sweep of several seeds, for the spread where this one has a single seed."),
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table as Markdown.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Put the paper's claims to the test with the numbers of a sweep."""
+    from locater.lab.claims import claims, claims_markdown, seed_spread
+
+    noise = None if seeds_from is None else seed_spread(seeds_from)
+    found = claims(runs, noise=noise)
+    if markdown is not None:
+        write_file(markdown, (claims_markdown(runs, noise=noise).rstrip() + "\n").encode())
+    if json_file is not None:
+        terminal.write_json(json_file, {"runs": str(runs), "claims": [asdict(claim) for claim in found]})
+    if json_file != "-":
+        rows = [{"the paper says": c.statement, "where": c.where, "measured": c.measured, "": c.verdict} for c in found]
+        terminal.out().print(terminal.table(rows, ""))
 
 
 def _config(
