@@ -222,9 +222,7 @@ def demo_command(
             progress(0.3 + 0.7 * done / len(demo.SPECTRA))
     if json_file != "-":
         _print_predictions(results)
-        print(
-            "Training the laptop preset on the State of the Union addresses, three models as one program …", flush=True
-        )
+        print("Training three models as one program, on State of the Union addresses …", flush=True)
     with _lab_commands.watching() as watch:
         runs = demo.train_models(folder, seed=seed, steps=steps, watch=watch)
     rows = _lab_commands.summary(runs)
@@ -239,10 +237,11 @@ def demo_command(
     shown = ("perplexity", "scale", "trace", "entropy", "max logit")
     table = [{"model": names[row["member"].split("-")[0]]} | {key: row[key] for key in shown} for row in rows]
     console.print(terminal.table(table, "", box=SIMPLE_HEAD))
-    console.print(
-        "perplexity: on addresses the models have not seen; scale tr(W_QKᵀW_QK), trace tr W_QK; entropy in nats."
-    )
-    console.print("Pictures:", *(str(path) for path in written if path.suffix == ".png"), highlight=False)
+    console.print("perplexity: on addresses that were not trained on; scale: tr(W_QKᵀW_QK);")
+    console.print("trace: tr W_QK; entropy of attention in nats.")
+    for path in written:
+        if path.suffix == ".png":
+            console.print(str(path), highlight=False)
 
 
 def _print_predictions(results: list[dict[str, Any]]) -> None:

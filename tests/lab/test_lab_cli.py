@@ -12,6 +12,8 @@ import time
 import pytest
 from corpora import write_corpus
 
+from locater.cli import main
+
 LOCATER = [sys.executable, "-c", "from locater.cli import main; main()"]
 SMALL = [
     *("--set", "width=16", "--set", "ffn=16", "--set", "tokens=8", "--set", "batch=4", "--set", "record_every=20"),
@@ -98,11 +100,15 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_sentence_and_writes_nothing(tmp_path, mistake):
+def test_a_mistake_is_one_sentence_and_writes_nothing(tmp_path, mistake, monkeypatch, capsys):
     arguments, says = MISTAKES[mistake]
-    done = run(*arguments, cwd=tmp_path, status=2)
-    assert says in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert says in err
+    assert len(err.splitlines()) == 1
     assert os.listdir(tmp_path) == []
 
 

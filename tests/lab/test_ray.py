@@ -26,7 +26,7 @@ from locater.lab.train import Progress
 
 ray: ModuleType = pytest.importorskip("ray", reason="ray is not installed: pip install 'locater[ray]'")
 
-from locater.lab import _ray  # noqa: E402
+from locater.lab import _ray, lock  # noqa: E402
 
 STEPS, CHECKPOINT_EVERY, WITHIN = 300, 20, 200.0
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
@@ -424,27 +424,27 @@ def test_a_folder_that_a_node_does_not_share_is_told(config, members, tmp_path):
 
 
 def test_two_cannot_train_one_group(tmp_path, monkeypatch):
-    monkeypatch.setattr(_ray, "_OTHERS_LOCK", 0.3)
-    with _ray._alone(tmp_path, "one"):
+    monkeypatch.setattr(lock, "_OTHERS", 0.3)
+    with lock.alone(tmp_path, "one"):
         said = f"{tmp_path} is in use by process {os.getpid()} on "
-        with pytest.raises(LocaterError, match=said), _ray._alone(tmp_path, "another"):
+        with pytest.raises(LocaterError, match=said), lock.alone(tmp_path, "another"):
             pass
-    with _ray._alone(tmp_path, "another"):
+    with lock.alone(tmp_path, "another"):
         pass
 
 
 def test_an_earlier_worker_of_the_same_sweep_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(_ray, "_OTHERS_LOCK", 0.0)
+    monkeypatch.setattr(lock, "_OTHERS", 0.0)
     entered, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with _ray._alone(tmp_path, "one"):
+        with lock.alone(tmp_path, "one"):
             entered.set()
             assert leave.wait(WITHIN)
 
     earlier = Meanwhile(hold)
     assert entered.wait(WITHIN)
     threading.Timer(0.5, leave.set).start()
-    with _ray._alone(tmp_path, "one"):
+    with lock.alone(tmp_path, "one"):
         assert leave.is_set()
     earlier.check()

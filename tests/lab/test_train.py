@@ -221,6 +221,23 @@ def test_tensorboard_gets_every_number(tmp_path, corpus):
     assert event.value == pytest.approx(last["entropy"][1][0])
 
 
+def test_two_processes_do_not_train_in_one_folder(tmp_path, corpus, processes, monkeypatch):
+    from locater.lab import lock
+
+    monkeypatch.setattr(lock, "_OTHERS", 0.5)
+    folder = tmp_path / "run"
+    other = processes.Process(target=run_here, args=(replace(CONFIG, steps=100_000), folder, corpus))
+    other.start()
+    try:
+        while not (folder / "metrics.jsonl").exists():
+            time.sleep(0.01)
+        with pytest.raises(LocaterError, match=f"is in use by process {other.pid}"):
+            run_here(replace(CONFIG, steps=100_000), folder, corpus)
+    finally:
+        other.kill()
+        other.join()
+
+
 def test_a_run_says_what_it_was(undisturbed):
     run = read_run(undisturbed)
     assert run.config == CONFIG

@@ -8,27 +8,21 @@ locater installed on all of them. The folder this process runs in and its LOCATE
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import json
 import logging
 import math
 import os
 import platform
 import socket
-import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from locater.errors import LocaterError, require
-from locater.files import writable_folder
 from locater.lab.train import Progress, train
 
 if TYPE_CHECKING:
@@ -40,8 +34,6 @@ _LOOK_EVERY = 0.5  # seconds, for news of the groups
 _ANSWER_WITHIN = 10.0  # seconds, for whoever listens at an address
 _STOP_WITHIN = 60.0  # seconds, for the groups to write their checkpoints after Ctrl-C
 _DEATHS = 4  # of a group's workers without a new checkpoint; then it is the group, not the cluster
-_OTHERS_LOCK = 10.0  # seconds to wait for a group that somebody else trains
-_OWN_LOCK = 180.0  # and for an earlier worker of this sweep: NFS keeps a dead node's locks for 90, Ray is sure after 30
 _OBJECT_STORE = 100 * 2**20  # bytes, of a cluster started here: nothing large goes through it
 
 
@@ -292,57 +284,6 @@ def _train_group(plan: Plan, group: Group, device: str, origin: _Origin, board: 
         with contextlib.suppress(ray.exceptions.RayError):
             board.put.remote(group.name, progress)
 
-    folder = writable_folder(plan.folder / group.name)
-    with _alone(folder, origin.driver):
-        train(plan.config, group.members, folder, device=device, watch=report, about=plan.about)
+    folder = plan.folder / group.name
+    train(plan.config, group.members, folder, device=device, watch=report, about=plan.about, owner=origin.driver)
     return last.pop()
-
-
-@contextlib.contextmanager
-def _alone(folder: Path, driver: str) -> Iterator[None]:
-    """Holds the folder's lock, which the operating system takes back from a process that dies.
-
-    Somebody else may have it: another sweep in the same folder, or an earlier worker of this one, on a node that Ray
-    lost sight of and that has not noticed yet.
-    """
-    path = folder / ".lock"
-    try:
-        file = path.open("a+")
-    except OSError as error:
-        raise LocaterError(f"cannot open {path}: {error.strerror}") from error
-    with file:
-        _wait_for_lock(file, path, driver)
-        file.truncate(0)
-        file.write(json.dumps({"node": platform.node(), "process": os.getpid(), "driver": driver}))
-        file.flush()
-        yield
-
-
-def _wait_for_lock(file: TextIO, path: Path, driver: str) -> None:
-    began = time.monotonic()
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
-                why = f"{error.strerror}; choose a folder on a file system that has locks"
-                raise LocaterError(f"cannot lock {path}: {why}") from error
-        holder = _holder(file)
-        patience = _OWN_LOCK if holder.get("driver") == driver else _OTHERS_LOCK
-        if time.monotonic() - began > patience:
-            raise LocaterError(
-                f"{path.parent} is in use by process {holder.get('process', 'unknown')} on "
-                f"{holder.get('node', 'an unknown node')}; wait for it to end, or end it"
-            )
-        time.sleep(0.2)
-
-
-def _holder(file: TextIO) -> dict[str, Any]:
-    """What the holder wrote into the lock; nothing if it has not yet."""
-    file.seek(0)
-    try:
-        value = json.loads(file.read())
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -16,7 +16,7 @@ from locater.errors import LocaterError
 from locater.files import writable_folder, write_file
 from locater.lab.config import Config, Member
 from locater.lab.data import load_corpus
-from locater.lab.train import Progress, train
+from locater.lab.train import MAY_CHANGE, Progress, train
 
 __all__ = ["Group", "Plan", "sweep"]
 
@@ -56,7 +56,8 @@ class Plan:
         if path.exists():
             try:
                 earlier = json.loads(path.read_text())
-                same = earlier["groups"] == groups and earlier["config"] | {"steps": 0} == config | {"steps": 0}
+                free = dict.fromkeys(MAY_CHANGE)
+                same = earlier["groups"] == groups and earlier["config"] | free == config | free
             except (ValueError, KeyError, TypeError) as error:
                 raise LocaterError(f"cannot read {path}: {error}") from error
             if not same:

@@ -8,6 +8,7 @@ import platform
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +23,11 @@ from locater.files import writable_folder
 from locater.lab import checkpoint
 from locater.lab.config import Config, Member, fingerprint
 from locater.lab.data import Corpus, load_corpus
+from locater.lab.lock import alone
 from locater.lab.records import MetricsFile, Run, read_run, write_run
 from locater.lab.stack import Stack
 
-__all__ = ["Progress", "train"]
+__all__ = ["MAY_CHANGE", "Progress", "train"]
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,12 @@ def train(
     tensorboard: bool = False,
     watch: Watch | None = None,
     about: dict[str, Any] | None = None,
+    owner: str | None = None,
 ) -> Run:
     """Trains the members together into `folder`; if that holds this run's checkpoints, goes on from the last one.
 
-    Ctrl-C ends after the current step with a checkpoint written, and is raised as KeyboardInterrupt then.
+    Ctrl-C ends after the current step with a checkpoint written, and is raised as KeyboardInterrupt then. A folder
+    in use is waited for a while, longer if an earlier process of the same `owner` has it.
     """
     members = tuple(members)
     names = [member.name for member in members]
@@ -73,7 +77,7 @@ def train(
         _check_same(earlier, run)
         run = replace(run, about=earlier.about)
     writable_folder(folder)
-    with _determinism(config.deterministic):
+    with _determinism(config.deterministic), alone(folder, owner or uuid.uuid4().hex):
         stack = Stack(config, members, corpus, place)
         note = _go_on(stack, folder / "checkpoints", run)
         write_run(run)
@@ -176,18 +180,19 @@ def _check_same(earlier: Run, run: Run) -> None:
         )
     if _fingerprint(earlier) != _fingerprint(run):
         then, now = (r.config.to_json() | {"members": [m.to_json() for m in r.members]} for r in (earlier, run))
-        differs = next((key for key in then if then[key] != now[key] and key not in _MAY_CHANGE), "data")
+        differs = next((key for key in then if then[key] != now[key] and key not in MAY_CHANGE), "data")
         raise LocaterError(
             f"{run.folder} belongs to another run: {differs} differs; choose another folder, or remove it to start anew"
         )
 
 
-_MAY_CHANGE = ("steps", "checkpoint_every", "data")
+MAY_CHANGE = ("steps", "checkpoint_every", "data")
+"""Settings a run may go on with in another form; for the data, the text itself is compared."""
 
 
 def _fingerprint(run: Run) -> str:
     """Of all that decides what the numbers will be."""
-    settings = {key: value for key, value in run.config.to_json().items() if key not in _MAY_CHANGE}
+    settings = {key: value for key, value in run.config.to_json().items() if key not in MAY_CHANGE}
     return fingerprint([settings, [member.to_json() for member in run.members], run.about["corpus"]])
 
 
