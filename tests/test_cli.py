@@ -101,7 +101,7 @@ MISTAKES = [
     (("rho", "--mean", "0.1", "--process", "ar:fast"), "ar:DECAY"),
     (("rho", "--mean", "0.1", "--process", "ar:2"), "between -1 and 1"),
     (("rho", "--mean", "0.1", "--json", "no/such/folder/x.json"), "cannot write no/such/folder/x.json"),
-    (("figure", "6"), "figure must be one of"),
+    (("figure", "13"), "figure must be one of"),
     (("figure", "one"), "NUMBER"),
     (("figure", "1", "--out", "/dev/null"), "cannot write into the folder /dev/null"),
     (("study", "nothing"), "study must be one of"),

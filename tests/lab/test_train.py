@@ -174,7 +174,11 @@ def test_a_run_can_be_given_more_steps(tmp_path, corpus, undisturbed):
     folder = tmp_path / "run"
     run_here(replace(CONFIG, steps=150), folder, corpus)
     run_here(CONFIG, folder, corpus)
-    assert metrics(folder) == metrics(undisturbed)
+    records = [json.loads(line) for line in metrics(folder).splitlines()]
+    for record in records:
+        if record["step"] == 150:
+            del record["eigenvalues"]  # it was the last one once
+    assert records == [json.loads(line) for line in metrics(undisturbed).splitlines()]
 
 
 def test_a_folder_of_another_run_is_refused_and_left_alone(tmp_path, corpus, undisturbed):

@@ -47,7 +47,8 @@ def write_run(run: Run) -> None:
     write_file(run.folder / _RUN, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: str | Path) -> Run:
+    folder = Path(folder)
     path = folder / _RUN
     try:
         value = json.loads(path.read_text())
@@ -60,8 +61,9 @@ def read_run(folder: Path) -> Run:
     return Run(folder, config, members, value)
 
 
-def read_runs(folder: Path) -> list[Run]:
+def read_runs(folder: str | Path) -> list[Run]:
     """The run in this folder, or those in the folders right below it, as a sweep writes them."""
+    folder = Path(folder)
     if (folder / _RUN).is_file():
         return [read_run(folder)]
     if not folder.is_dir():
@@ -72,7 +74,7 @@ def read_runs(folder: Path) -> list[Run]:
     return found
 
 
-def read_metrics(folder: Path) -> pd.DataFrame:
+def read_metrics(folder: str | Path) -> pd.DataFrame:
     """Every whole record of the runs under `folder`, a row each."""
     import pandas as pd
 

@@ -263,7 +263,7 @@ def _outputs(folder: Path, step: int, tensorboard: bool) -> Iterator[Callable[[l
 
 def _scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in row.items():
-        if name in ("step", "member", "rho") or value is None:
+        if name in ("step", "member", "rho", "eigenvalues") or value is None:
             continue
         if not isinstance(value, list):
             yield name, value

@@ -1,21 +1,32 @@
-"""Entropy, largest logit and ρ of attention from its queries and keys, a chunk of queries at a time.
+"""Entropy, largest logit and ρ of attention from its queries and keys; no T × T is ever formed.
 
-Legend: B batch, H query heads, G key heads (H a multiple of G), K head width.
+Two implementations: blocks of logits in PyTorch, which run anywhere and are the reference, and a Triton kernel
+(`_kernels`) on NVIDIA's GPUs. Both keep three numbers for each query while they pass over the keys: the maximum m so
+far, ℓ = Σ e^(s − m) and w = Σ e^(s − m) (s − m). The logsumexp is m + ln ℓ, the entropy ln ℓ − w / ℓ.
+
+Legend: B batch, H query heads, G key heads (H a multiple of G), R = H / G, K head width, Tq queries, Tk keys.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
+from locater.measure import _kernels
 
-__all__ = ["AttentionStatistics", "attention_statistics"]
+__all__ = ["AttentionStatistics", "Bias", "attention_statistics", "signal_propagation"]
 
-_CHUNK_LOGITS = 1 << 22  # in memory at a time
+Bias: TypeAlias = Tensor | Callable[[slice, slice], Tensor]
+
+_BLOCK = 512  # queries and keys of a block, at most, on a CPU
+_CPU_LOGITS, _LOGITS = 1 << 18, 1 << 24  # in a block: on a CPU they stay in its cache
+_NOTHING = -1e3  # e^this is 0, in float64 too; and unlike −∞ it may be multiplied by 0
 
 
 class AttentionStatistics(NamedTuple):
@@ -27,45 +38,337 @@ class AttentionStatistics(NamedTuple):
 
 @torch.no_grad()
 def attention_statistics(
-    q: Tensor, k: Tensor, *, causal: bool = True, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Bias | None = None,
 ) -> AttentionStatistics:
-    """Statistics of softmax(scale · q kᵀ) for q (B, H, Tq, K) and k (B, G, Tk, K); scale is 1/√K unless given.
+    """Statistics of the softmax over each query's visible keys, of q (B, H, Tq, K) and k (B, G, Tk, K).
 
-    Causal attention is aligned to the last key: the last query sees all of them. z is the piecewise linear softmax
-    of Definition 1: 1/T + (logit − mean logit)/T over the T keys. Half precisions are computed in float32.
+    A logit is s = scale · q·k, with scale 1/√K unless given; softcap · tanh(s / softcap) if a `softcap` is; less
+    slope · |distance| with `alibi_slopes` (H,); plus `bias`. Distances are between aligned places: the last query is at
+    the last key, so that queries may be the last ones of longer keys (a cache).
+
+    Which keys a query sees: with `causal` none after its own place; with a `window` only those less than `window` places
+    away; never those where `key_mask` (B, Tk) is False (padding). `bias` is a tensor that expands to (B, H, Tq, Tk), or
+    gives a block of itself, as `bias(queries, keys)` called with two slices does, so that T × T need not exist. Where it
+    is −∞, or the lowest number of its dtype or so, or False if it is boolean, the key is hidden.
+
+    A query that sees no key has entropy 0, max_logit and logsumexp −∞. A padded query is measured like any other; drop
+    it by `key_mask`.
+
+    rho is `signal_propagation` for one query of each sequence, its last, or the last that `key_mask` does not hide.
+
+    Results are float64 for float64 inputs, else float32. Inputs and their autograd graph are left alone.
     """
+    seen = _Attention.of(q, k, causal, scale, key_mask, window, softcap, alibi_slopes, bias)
+    if bias is None and _kernels.applies(q, k, seen.view):
+        entropy, top, lse = _kernels.row_statistics(q, k, seen.view)
+    else:
+        entropy, top, lse = seen.row_statistics()
+    if bias is not None:
+        _check_something_seen("bias", (top != -math.inf).flatten(1).any(1))
+    rho = seen.signal_propagation(torch.tensor([-1]))[:, 0]
+    # rounding may carry equal logits beyond what they can have
+    return AttentionStatistics(entropy.clamp_(0, math.log(k.shape[2])), top, lse, rho)
+
+
+@torch.no_grad()
+def signal_propagation(
+    q: Tensor,
+    k: Tensor,
+    *,
+    queries: Sequence[int] = (-1,),
+    causal: bool = True,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Bias | None = None,
+) -> Tensor:
+    """Measured ρ (H, queries, Tk): the share of the batch where key i has z_i in [0, 1] for the chosen queries.
+
+    z is the piecewise linear softmax of Definition 1: z_i = 1/T + (s_i − mean s)/T over the T keys that the query sees.
+    A sequence counts for a key if the query sees it; where none of the batch does, ρ is NaN.
+
+    Queries are rows of q; negative ones count back from each sequence's last visible token: -1 is the last that
+    `key_mask` does not hide. A sequence whose query is padding, or before its start, does not count. In cross-attention
+    (neither aligned nor of one length) queries have no keys of their own, and none is padding. Other options are those
+    of `attention_statistics`.
+    """
+    seen = _Attention.of(q, k, causal, scale, key_mask, window, softcap, alibi_slopes, bias)
+    rows, tq = [int(query) for query in queries], q.shape[2]
+    if not rows or not all(-tq <= row < tq for row in rows):
+        raise LocaterError(f"queries must be one or more rows from {-tq} to {tq - 1}, got {rows}")
+    return seen.signal_propagation(torch.tensor(rows))
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """Queries, keys, and all that makes their logits, a block at a time."""
+
+    q: Tensor
+    k: Tensor
+    view: _kernels.View
+    bias: Bias | None
+    own_keys: bool  # whether a query is the token at its place, not one of another sequence
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        causal: bool,
+        scale: float | None,
+        key_mask: Tensor | None,
+        window: int | None,
+        softcap: float | None,
+        slopes: Tensor | None,
+        bias: Bias | None,
+    ) -> _Attention:
+        _check_operands(q, k)
+        (b, h, tq, width), tk = q.shape, k.shape[2]
+        aligned = causal or window is not None or slopes is not None
+        if aligned and tq > tk:
+            raise LocaterError(
+                f"places aligned to the last key (causal, window, ALiBi) need at least as many keys ({tk}) "
+                f"as queries ({tq})"
+            )
+        scale = 1 / math.sqrt(width) if scale is None else float(scale)
+        if not math.isfinite(scale):
+            raise LocaterError(f"scale must be finite, got {scale}")
+        if window is not None and window < 1:
+            raise LocaterError(f"window must be 1 or more, a query's own place being the first, got {window}")
+        if softcap is not None and not 0 < softcap < math.inf:
+            raise LocaterError(f"softcap must be positive and finite, got {softcap}")
+        _check_key_mask(key_mask, (b, tk), q.device)
+        if slopes is not None and (slopes.shape != (h,) or slopes.device != q.device):
+            raise LocaterError(
+                f"alibi_slopes must be ({h},) on {q.device}, one a head, got {tuple(slopes.shape)} on {slopes.device}"
+            )
+        left = None if window is None or window >= tk else window - 1
+        view = _kernels.View(scale, left, 0 if causal else left, key_mask, softcap, slopes)
+        return cls(q, k, view, bias, own_keys=aligned or tq == tk)
+
+    @property
+    def _wide(self) -> torch.dtype:
+        """float64, for 50 ± 1e-5 needs more than float32; but where that is slow or missing, half inputs do not."""
+        half = self.q.element_size() == self.k.element_size() == 2
+        device = self.q.device.type
+        return torch.float32 if device == "mps" or (half and device != "cpu") else torch.float64
+
+    @property
+    def _result(self) -> torch.dtype:
+        return torch.float64 if torch.float64 in (self.q.dtype, self.k.dtype) else torch.float32
+
+    @property
+    def _budget(self) -> int:
+        return _CPU_LOGITS if self.q.device.type == "cpu" else _LOGITS
+
+    # ------------------------------------------------------------------ blocks of logits
+
+    def _logits(
+        self, q: Tensor, place: Tensor, batch: slice, groups: slice, columns: slice, bias: Tensor | None, whole: bool
+    ) -> Tensor:
+        """Logits (b, h, n, c) of q (b, h, n, K) at `place` (b or 1, n), −∞ where hidden; `whole`: none by its place."""
+        keys = self.k[batch, groups, columns].to(self._wide).flatten(0, 1)  # (b·g, c, K)
+        b, h, n, _ = q.shape
+        left = q.to(self._wide).reshape(len(keys), -1, q.shape[3])  # (b·g, R·n, K): a group's heads share its keys
+        with torch.autocast(q.device.type, enabled=False):
+            # half numbers are exact in TF32, should that be allowed, but not after scaling
+            s = torch.baddbmm(left.new_empty(()), left, keys.mT, beta=0, alpha=self.view.scale).view(b, h, n, -1)
+        if self.view.softcap is not None:
+            s.div_(self.view.softcap).tanh_().mul_(self.view.softcap)
+        column = torch.arange(columns.start, columns.stop, device=s.device)
+        if self.view.slopes is not None:
+            slopes = self.view.slopes[self._heads(groups)].to(s.dtype)
+            s.addcmul_(slopes[:, None, None], (place[:, None, :, None] - column).abs().to(s.dtype), value=-1)
+        if bias is not None:
+            s += bias
+        if not whole:
+            distance = column - place[..., None]  # (b or 1, n, c)
+            hidden = torch.zeros_like(distance, dtype=torch.bool)
+            if self.view.left is not None:
+                hidden |= distance < -self.view.left
+            if self.view.right is not None:
+                hidden |= distance > self.view.right
+            s.masked_fill_(hidden[:, None], -math.inf)
+        if self.view.key_mask is not None:
+            s.masked_fill_(~self.view.key_mask[batch, None, None, columns], -math.inf)
+        return s
+
+    def _heads(self, groups: slice) -> slice:
+        per_group = self.q.shape[1] // self.k.shape[1]
+        return slice(groups.start * per_group, groups.stop * per_group)
+
+    def _bias(self, batch: slice, heads: slice, rows: slice, columns: slice) -> Tensor | None:
+        """A block of the bias, −∞ where it hides; a dimension of 1 where it repeats itself."""
+        if self.bias is None:
+            return None
+        (b, h, tq, _), tk = self.q.shape, self.k.shape[2]
+        given, shape, cut = self.bias, (b, h, tq, tk), (batch, heads, rows, columns)
+        if not isinstance(given, Tensor):
+            given, shape = given(rows, columns), (b, h, rows.stop - rows.start, columns.stop - columns.start)
+            cut = (batch, heads, slice(None), slice(None))
+        try:
+            given.expand(shape)
+        except RuntimeError:
+            raise LocaterError(f"bias must expand to {shape}, got {tuple(given.shape)}") from None
+        if given.device != self.q.device or not (given.is_floating_point() or given.dtype == torch.bool):
+            raise LocaterError(
+                f"bias must be floating point or boolean, on {self.q.device}, got {given.dtype} on {given.device}"
+            )
+        given = given[(None,) * (4 - given.ndim)]
+        block = given[tuple(slice(None) if size == 1 else one for size, one in zip(given.shape, cut, strict=True))]
+        if block.dtype == torch.bool:
+            return torch.zeros_like(block, dtype=self._wide).masked_fill_(~block, -math.inf)
+        return block.to(self._wide).masked_fill(block <= torch.finfo(block.dtype).min / 2, -math.inf)
+
+    # ------------------------------------------------------------------ all queries
+
+    def row_statistics(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Entropy, largest logit and logsumexp (B, H, Tq)."""
+        q, result = self.q, self._result
+        entropy, top, lse = (torch.empty(q.shape[:3], dtype=result, device=q.device) for _ in range(3))
+        for batch, groups, rows in self._pieces():
+            where = (batch, self._heads(groups), rows)
+            m, total, weighted = self._pass(batch, groups, rows)
+            blind = m == -math.inf
+            entropy[where] = (total.log() - weighted / total).masked_fill_(blind, 0)
+            top[where] = m
+            lse[where] = m + total.log()
+        return entropy, top, lse
+
+    def _pieces(self) -> Iterator[tuple[slice, slice, slice]]:
+        """Batch, key heads and queries of a piece, such that a block of its logits fits the budget."""
+        (b, h, tq, _), (_, g, tk, _) = self.q.shape, self.k.shape
+        per_group, columns = h // g, min(tk, self._columns)
+        n = max(1, min(tq, self._columns, self._budget // (columns * per_group)))
+        groups = max(1, min(g, self._budget // (columns * per_group * n)))
+        batch = max(1, min(b, self._budget // (columns * per_group * n * groups)))
+        for one in _slices(0, b, batch):
+            for some in _slices(0, g, groups):
+                for rows in _slices(0, tq, n):
+                    yield one, some, rows
+
+    @property
+    def _columns(self) -> int:
+        return _BLOCK if self.q.device.type == "cpu" else 4 * _BLOCK
+
+    def _pass(self, batch: slice, groups: slice, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """m, ℓ and w of a piece, over blocks of the keys that one of its queries sees."""
+        tq, tk, left, right = self.q.shape[2], self.k.shape[2], self.view.left, self.view.right
+        first, last = rows.start + tk - tq, rows.stop - 1 + tk - tq
+        low = 0 if left is None else max(0, first - left)
+        high = tk if right is None else min(tk, last + right + 1)
+        heads, place = self._heads(groups), torch.arange(first, last + 1, device=self.q.device)[None]
+        q = self.q[batch, heads, rows].to(self._wide)
+        m = q.new_full(q.shape[:3], -math.inf)
+        total, weighted = torch.zeros_like(m), torch.zeros_like(m)
+        for columns in _slices(low, high, self._columns):
+            whole = (left is None or columns.start >= last - left) and (
+                right is None or columns.stop - 1 <= first + right
+            )
+            s = self._logits(
+                q, place, batch, groups, columns, self._bias(batch, heads, rows, columns), whole
+            )
+            new = torch.maximum(m, s.amax(-1))
+            shift = new.masked_fill(new == -math.inf, 0)  # a query that saw nothing yet
+            growth = (m - shift).clamp_(min=_NOTHING)
+            shrink = growth.exp()
+            s -= shift[..., None]
+            p = s.exp()
+            total_before, total = total, total * shrink + p.sum(-1)
+            p *= s.clamp_(min=_NOTHING)
+            weighted = (weighted + growth * total_before) * shrink + p.sum(-1)
+            m = new
+        return m, total, weighted
+
+    # ------------------------------------------------------------------ chosen queries
+
+    def signal_propagation(self, queries: Tensor) -> Tensor:
+        """ρ (H, n, Tk)."""
+        (b, h, tq, _), tk = self.q.shape, self.k.shape[2]
+        index, counts = self._chosen(queries.to(self.q.device))
+        n = len(queries)
+        inside = torch.zeros(h, n, tk, dtype=self._result, device=self.q.device)
+        seeing = torch.zeros_like(inside)
+        for batch in _slices(0, b, max(1, self._budget // (h * n * tk))):
+            s = self._chosen_logits(index[batch], batch)
+            seen = (s != -math.inf) & counts[batch, None, :, None]
+            tokens = seen.sum(-1, keepdim=True)
+            mean = s.masked_fill(~seen, 0).sum(-1, keepdim=True) / tokens
+            z = (1 + s - mean) / tokens
+            inside += ((z >= 0) & (z <= 1) & seen).sum(0)
+            seeing += seen.sum(0)
+        return inside / seeing
+
+    def _chosen(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows (B, n) of the queries in each sequence, and whether they count."""
+        (b, _, tq, _), tk = self.q.shape, self.k.shape[2]
+        mask = self.view.key_mask
+        if mask is None or not self.own_keys:
+            tokens = torch.ones(b, tq, dtype=torch.bool, device=queries.device)
+        else:
+            tokens = mask[:, tk - tq :]
+        end = tq - tokens.flip(1).byte().argmax(1, keepdim=True)  # after each sequence's last visible token
+        index = torch.where(queries < 0, queries + end, queries)
+        counts = (index >= 0) & tokens.gather(1, index.clamp(min=0))
+        return index.clamp_(min=0), counts
+
+    def _chosen_logits(self, index: Tensor, batch: slice) -> Tensor:
+        """Logits (b, H, n, Tk) of queries that may be others in each sequence."""
+        (_, h, tq, width), (_, g, tk, _) = self.q.shape, self.k.shape
+        q = torch.take_along_dim(self.q[batch], index[:, None, :, None], 2)
+        s = torch.empty(len(index), h, index.shape[1], tk, dtype=self._wide, device=q.device)
+        for columns in _slices(0, tk, max(1, self._budget // (len(index) * g * width))):
+            bias = None
+            if self.bias is not None:
+                bias = torch.zeros((), dtype=self._wide, device=q.device)
+                for row in index.unique().tolist():
+                    block = self._bias(batch, slice(0, h), slice(row, row + 1), columns)
+                    bias = torch.where((index == row)[:, None, :, None], block, bias)
+            s[..., columns] = self._logits(q, index + (tk - tq), batch, slice(0, g), columns, bias, whole=False)
+        return s
+
+
+def _slices(start: int, stop: int, step: int) -> Iterator[slice]:
+    return (slice(at, min(at + step, stop)) for at in range(start, stop, step))
+
+
+def _check_operands(q: Tensor, k: Tensor) -> None:
     for name, x in (("q", q), ("k", k)):
         if x.ndim != 4 or not x.is_floating_point() or 0 in x.shape:
             raise LocaterError(
-                f"{name} must be (batch, heads, tokens, head width), floating point, got {tuple(x.shape)}"
+                f"{name} must be (batch, heads, tokens, head width), floating point, got {tuple(x.shape)} in {x.dtype}"
             )
-    (b, h, tq, width), (kb, g, tk, k_width) = q.shape, k.shape
-    if b != kb or width != k_width:
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise LocaterError(f"q and k must share batch and head width, got {tuple(q.shape)} and {tuple(k.shape)}")
-    if h % g:
-        raise LocaterError(f"the {h} query heads are no multiple of the {g} key heads")
-    if causal and tq > tk:
+    if q.shape[1] % k.shape[1]:
+        raise LocaterError(f"the {q.shape[1]} query heads are no multiple of the {k.shape[1]} key heads")
+    if q.device != k.device:
+        raise LocaterError(f"q and k must be on one device, got {q.device} and {k.device}")
+
+
+def _check_key_mask(key_mask: Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
+    if key_mask is None:
+        return
+    if key_mask.shape != shape or key_mask.dtype != torch.bool or key_mask.device != device:
         raise LocaterError(
-            f"causal attention aligned to the last key needs at least as many keys ({tk}) as queries ({tq})"
+            f"key_mask must be {shape} (batch, keys), boolean with True where a key is visible, on {device}, "
+            f"got {tuple(key_mask.shape)} in {key_mask.dtype} on {key_mask.device}"
         )
-    scale = 1 / math.sqrt(width) if scale is None else scale
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    keys = k.to(wide).repeat_interleave(h // g, 1) if h != g else k.to(wide)
-    entropy, top, lse = (torch.empty(b, h, tq, dtype=wide, device=q.device) for _ in range(3))
-    place = torch.arange(tk, device=q.device)
-    size = max(1, _CHUNK_LOGITS // (b * h * tk))
-    for start in range(0, tq, size):
-        rows = slice(start, min(start + size, tq))
-        logits = scale * (q[:, :, rows].to(wide) @ keys.mT)
-        if causal:
-            hidden = place > torch.arange(rows.start, rows.stop, device=q.device)[:, None] + (tk - tq)
-            logits.masked_fill_(hidden, -math.inf)
-        top[:, :, rows] = logits.amax(-1)
-        lse[:, :, rows] = total = logits.logsumexp(-1)
-        p = (logits - total[..., None]).exp()
-        # lse − E[s] as E[lse − s]: every term is small where p is large
-        surprise = (total[..., None] - logits).masked_fill_(p == 0, 0)
-        entropy[:, :, rows] = torch.linalg.vecdot(p, surprise).clamp_(min=0)
-    last = scale * (q[:, :, -1:].to(wide) @ keys.mT)[:, :, 0]  # (B, H, Tk)
-    z = (1 + last - last.mean(-1, keepdim=True)) / tk
-    return AttentionStatistics(entropy, top, lse, ((z >= 0) & (z <= 1)).to(wide).mean(0))
+    _check_something_seen("key_mask", key_mask.any(1))
+
+
+def _check_something_seen(name: str, seen: Tensor) -> None:
+    if not seen.all():
+        number = int((~seen).nonzero()[0])
+        raise LocaterError(f"{name} hides every key of sequence {number} of the batch: there is nothing to measure")
