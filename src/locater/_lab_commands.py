@@ -32,7 +32,7 @@ DataOption = Annotated[
     typer.Option("--data", metavar="PATH", help="A folder with train, valid and test text, or wikitext-2."),
 ]
 FolderOption = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="The run's folder; runs/PRESET if not given.")
+    Path | None, typer.Option("--out", metavar="DIR", help="Where to write; a folder in runs if not given.")
 ]
 StepsOption = Annotated[int | None, typer.Option(help="Updates; the preset's if not given.")]
 PrecisionOption = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")]
@@ -41,6 +41,7 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other setting, as in --set batch=16.")
 ]
 RateOption = Annotated[float | None, typer.Option(help="Learning rate; the preset's if not given.")]
+DecayOption = Annotated[float, typer.Option(help="Decoupled weight decay.")]
 Kappa1Option = Annotated[float, typer.Option("--kappa-1", help="The paper's κ₁.")]
 
 
@@ -68,6 +69,7 @@ def train_command(
     kappa_2: Annotated[str, typer.Option("--kappa-2", help="LocAteR's κ₂ as in the paper, or none.")] = "none",
     kappa_1: Kappa1Option = 100.0,
     learning_rate: RateOption = None,
+    decay: DecayOption = 0.01,
     seed: terminal.SeedOption = 0,
     steps: StepsOption = None,
     precision: PrecisionOption = None,
@@ -85,6 +87,7 @@ def train_command(
         [_kappa(kappa_2)],
         seeds=[seed],
         learning_rate=chosen.learning_rate if learning_rate is None else learning_rate,
+        decay=decay,
         kappa_1=kappa_1,
     )
     folder = out or Path("runs") / f"{preset}-{member.name}"
@@ -114,6 +117,7 @@ def sweep_command(
         str, typer.Option("--readings", help="Of the paper's objective: figures, trace-mean, scale-sum, printed.")
     ] = "figures",
     learning_rate: RateOption = None,
+    decay: DecayOption = 0.01,
     steps: StepsOption = None,
     precision: PrecisionOption = None,
     device: DeviceOption = None,
@@ -138,6 +142,7 @@ def sweep_command(
             wanted,
             seeds=numbers,
             learning_rate=chosen.learning_rate if learning_rate is None else learning_rate,
+            decay=decay,
             kappa_1=kappa_1,
             reading=reading,
         )
@@ -183,7 +188,7 @@ def claims_command(
 def _config(
     name: str, data: str | None, steps: int | None, precision: str | None, settings: list[str] | None
 ) -> tuple[Preset, Config]:
-    from locater.lab import preset
+    from locater.lab import parsed, preset
 
     chosen = preset(name)
     given: dict[str, Any] = {"data": data, "steps": steps, "precision": precision}
@@ -192,20 +197,8 @@ def _config(
         key, equals, word = setting.partition("=")
         if not equals:
             raise LocaterError(f"--set takes NAME=VALUE, got {setting!r}")
-        changes[key.strip()] = _value(word.strip())
+        changes[key.strip()] = parsed(key.strip(), word.strip())
     return chosen, chosen.config.changed(**changes)
-
-
-def _value(word: str) -> Any:
-    known = {"true": True, "false": False, "none": None}
-    if word.lower() in known:
-        return known[word.lower()]
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    return word
 
 
 def _words(option: str, value: str) -> list[str]:
@@ -246,7 +239,8 @@ def watching() -> Iterator[Any]:
 
         def tell(group: str, progress: Progress) -> None:
             now = time.monotonic()
-            if progress.note or now - told.get(group, -1e9) > 30 or progress.step == progress.steps:
+            told.setdefault(group, now)
+            if progress.note or progress.done or now - told[group] > 30:
                 told[group] = now
                 print(f"{group}: {_line(progress)}", file=sys.stderr, flush=True)
 
@@ -262,13 +256,13 @@ def watching() -> Iterator[Any]:
 
 
 def _line(p: Progress) -> str:
-    loss = sum(p.losses.values()) / len(p.losses) if p.losses else float("nan")
+    loss = f"mean loss {sum(p.losses.values()) / len(p.losses):.4f}, " if p.losses else ""
     known = [value for value in p.perplexities.values() if value is not None]
     best = f"best perplexity {min(known):.4g}, " if known else ""
     broke = f"; broke: {', '.join(f'{m} at {s}' for m, s in p.broke_at.items())}" if p.broke_at else ""
     note = f"; {p.note}" if p.note else ""
     return (
-        f"step {p.step:,} of {p.steps:,}, {p.tokens_per_second:,.0f} tokens/s, mean loss {loss:.4f}, "
+        f"step {p.step:,} of {p.steps:,}, {p.tokens_per_second:,.0f} tokens/s, {loss}"
         f"{best}{_duration(p.seconds_left)} left{broke}{note}"
     )
 

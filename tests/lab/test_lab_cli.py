@@ -85,6 +85,9 @@ MISTAKES = {
     "an unknown setting": (["train", "laptop", "--set", "colour=red"], "unknown setting 'colour'"),
     "a setting without a value": (["train", "laptop", "--set", "width"], "--set takes NAME=VALUE"),
     "an impossible setting": (["train", "laptop", "--set", "width=0"], "width must be a whole number"),
+    "a flag that is none": (["train", "laptop", "--set", "tied=maybe"], "tied takes true or false"),
+    "a number that is none": (["train", "laptop", "--set", "dropout=abc"], "dropout takes a number"),
+    "a seed without end": (["train", "laptop", "--seed", "99999999999999999999"], "seed"),
     "a strength that is none": (["train", "laptop", "--kappa-2", "much"], "--kappa-2 takes a number or none"),
     "a negative strength": (["sweep", "laptop", "--kappa-2", "-1"], "κ₂ must be"),
     "a seed twice": (["sweep", "laptop", "--seeds", "1,1"], "names a value twice"),
@@ -110,6 +113,13 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(tmp_path, mistake, monkeyp
     assert says in err
     assert len(err.splitlines()) == 1
     assert os.listdir(tmp_path) == []
+
+
+def test_a_setting_is_read_by_its_kind(tmp_path, text):
+    options = ["--set", "norm=none", "--set", "tied=no", "--set", "valid_blocks=none"]
+    run("train", "laptop", "--data", text, "--steps", 2, *SMALL, *options, "--out", "run", cwd=tmp_path)
+    config = json.loads((tmp_path / "run" / "run.json").read_text())["config"]
+    assert (config["model"]["norm"], config["model"]["tied"], config["valid_blocks"]) == ("none", False, None)
 
 
 def test_the_presets_are_listed(tmp_path):

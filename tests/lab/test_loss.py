@@ -41,7 +41,7 @@ def test_losses_and_gradients_are_pytorchs(members, tokens, width, words, spread
         lab_loss._CHUNK_BYTES = before
     within = each < 70  # beyond, the cap holds
     torch.testing.assert_close(found.losses.double()[within], each[within], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(alone, found.losses)
+    torch.testing.assert_close(alone.double(), each, rtol=1e-4, atol=1e-4)
     if within.all():
         torch.testing.assert_close(found.x.double(), dx, rtol=1e-3, atol=1e-4 * spread)
         torch.testing.assert_close(found.table.double(), dtable, rtol=1e-3, atol=1e-4 * spread)
@@ -53,6 +53,23 @@ def test_a_hopeless_token_gives_a_large_finite_loss_and_gradient():
     assert found.losses.item() == pytest.approx(75, abs=1e-3)
     assert found.x.isfinite().all()
     assert found.x.item() == pytest.approx(2.0, rel=1e-3)
+
+
+def test_a_model_that_has_diverged_is_told_its_true_loss():
+    x, table = torch.full((1, 1, 1), 300.0), torch.tensor([[[1.0], [-1.0]]])
+    assert losses(x, table, torch.tensor([[1]])).item() == pytest.approx(600)
+
+
+def test_float16_carries_the_loss_of_an_untrained_model():
+    """Its exponentials do not fit into float16."""
+    torch.manual_seed(0)
+    x, table = torch.randn(1, 64, 32), torch.randn(1, 30_000, 32) * 32**-0.5
+    targets, weights = torch.randint(30_000, (1, 64)), torch.full((1, 64), 1 / 64)
+    each, dx, dtable = reference(x.half(), table.half(), targets, weights)
+    found = loss_and_gradient(x.half(), table.half(), targets, weights)
+    torch.testing.assert_close(found.losses.double(), each, rtol=1e-4, atol=1e-4)
+    assert (found.x - dx).norm() < 1e-3 * dx.norm()
+    assert (found.table - dtable).norm() < 1e-3 * dtable.norm()
 
 
 def test_a_token_without_weight_has_no_gradient():

@@ -18,6 +18,7 @@ from corpora import write_corpus
 
 from locater import LocaterError
 from locater.lab import Config, Member, ModelConfig, load_corpus, read_metrics, read_run, train
+from locater.lab.sweep import Plan
 
 CONFIG = Config(
     model=ModelConfig(width=16, ffn=16, layers=2, heads=2, tokens=8),
@@ -248,6 +249,75 @@ def test_a_run_says_what_it_was(undisturbed):
     assert list(run.members) == MEMBERS
     assert {"hardware", "versions", "vocabulary", "seconds"} <= run.about.keys()
     assert set(read_metrics(undisturbed)["step"]) == {0, 1, 2, 4, 8, *range(10, 301, 10)}
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(tmp_path, corpus, processes, undisturbed):
+    folder = tmp_path / "run"
+    process = processes.Process(target=run_here, args=(replace(CONFIG, checkpoint_every=200), folder, corpus))
+    process.start()
+    while not (folder / "metrics.jsonl").exists() or not metrics(folder):
+        time.sleep(0.002)
+    process.kill()
+    process.join()
+    run_here(CONFIG, folder, corpus)
+    assert metrics(folder) == metrics(undisturbed)
+
+
+def test_a_run_without_checkpoints_is_not_trained_over(tmp_path, corpus):
+    config, folder = replace(CONFIG, steps=30, checkpoint_every=0), tmp_path / "run"
+    run_here(config, folder, corpus)
+    before = metrics(folder)
+    run_here(config, folder, corpus)  # finished: nothing to do
+    assert metrics(folder) == before
+    with pytest.raises(LocaterError, match="left no checkpoint to go on from"):
+        run_here(replace(config, steps=60), folder, corpus)
+    assert metrics(folder) == before
+
+
+def test_fewer_steps_than_there_are_is_refused(tmp_path, corpus, undisturbed):
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed, folder)
+    with pytest.raises(LocaterError, match="is at step 300 already, beyond 100"):
+        run_here(replace(CONFIG, steps=100), folder, corpus)
+    assert read_run(folder).config.steps == 300
+
+
+def test_a_damaged_line_before_the_last_stops_the_run_and_not_its_readers(tmp_path, corpus, undisturbed):
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed, folder)
+    lines = metrics(folder).splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join([*lines[:3], b"{damaged\n", *lines[4:]]))
+    with pytest.raises(LocaterError, match=r"line 4 of .* is damaged"):
+        run_here(CONFIG, folder, corpus)
+    assert len(read_metrics(folder)) == len(lines) - 1
+
+
+def test_a_run_that_broke_whole_is_not_begun_again(tmp_path, corpus):
+    wild, config = [replace(m, learning_rate=1e30) for m in MEMBERS], replace(CONFIG, steps=100)
+    for _ in range(2):
+        train(config, wild, tmp_path, corpus=corpus, device="cpu")
+        records = [json.loads(line) for line in metrics(tmp_path).splitlines()]
+        assert len({(r["step"], r["member"]) for r in records}) == len(records)
+    assert max(r["step"] for r in records) < 100
+
+
+def test_infinite_weights_of_one_member_leave_the_others_their_last_record(tmp_path, corpus):
+    wild = replace(MEMBERS[0], name="wild", scale_strength=3e38, mean_strength=1e38, learning_rate=1e38)
+    train(replace(CONFIG, steps=20), [wild, MEMBERS[1]], tmp_path, corpus=corpus, device="cpu")
+    last = read_metrics(tmp_path).query("step == 20").set_index("member")
+    assert last.loc["wild", "broke_at"] >= 1
+    assert all(value is not None for value in last.loc["held", "eigenvalues"][0][0][0])
+
+
+def test_a_run_and_a_sweep_do_not_share_a_folder(tmp_path, corpus, undisturbed):
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed, folder)
+    plan = Plan.of(folder, CONFIG, MEMBERS, 1, {})
+    with pytest.raises(LocaterError, match="holds a single run"):
+        plan.write()
+    Plan.of(tmp_path / "sweep", CONFIG, MEMBERS, 1, {}).write()
+    with pytest.raises(LocaterError, match="holds a sweep"):
+        run_here(CONFIG, tmp_path / "sweep", corpus)
 
 
 def test_names_of_members_must_differ(tmp_path, corpus):

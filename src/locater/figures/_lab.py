@@ -80,7 +80,7 @@ def propagation(sweep: Sweep, kappa: float | None = None) -> Drawing:
     """ρ over training and positions, with LocAteR (the strongest unless given) above no LocAteR.
 
     Under each map stands ρ's spread over positions beside the one sampling makes of a smooth profile; `stripes` of
-    locater.lab.claims says how, and what contrast is.
+    locater.lab.series says how, and what contrast is.
     """
     strongest = max((each for each in sweep.kappas if each is not None), default=None) if kappa is None else kappa
     shown = [each for each in dict.fromkeys((strongest, None)) if each in sweep.kappas]

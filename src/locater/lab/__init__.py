@@ -1,6 +1,6 @@
 """Does it help? The paper's language models, trained with and without LocAteR."""
 
-from locater.lab.config import PRESETS, READINGS, Config, Member, ModelConfig, Preset, members_for, preset
+from locater.lab.config import PRESETS, READINGS, Config, Member, ModelConfig, Preset, members_for, parsed, preset
 from locater.lab.data import Corpus, load_corpus
 from locater.lab.records import Run, read_metrics, read_run, read_runs
 from locater.lab.stack import Stack
@@ -20,6 +20,7 @@ __all__ = [
     "Stack",
     "load_corpus",
     "members_for",
+    "parsed",
     "preset",
     "read_metrics",
     "read_run",

@@ -27,6 +27,7 @@ from torch import Tensor
 from locater.errors import LocaterError
 
 __all__ = [
+    "CAP",
     "Tiles",
     "adamw_",
     "available",
@@ -34,6 +35,10 @@ __all__ = [
     "dropout",
     "dropout_add",
     "exp_logits",
+    "jit",
+    "kept",
+    "on",
+    "threshold_of",
     "tune",
     "weight_gradient",
 ]
@@ -42,7 +47,9 @@ triton: Any = None
 tl: Any = None
 with suppress(ImportError):  # optional: without it `available` says no
     triton, tl = import_module("triton"), import_module("triton.language")
-_jit: Any = (lambda function: function) if triton is None else triton.jit
+jit: Any = (lambda function: function) if triton is None else triton.jit
+
+CAP = 75.0  # of a shifted logit: a sum of a million e^75 is still a float32
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _HALF = (torch.bfloat16, torch.float16)
@@ -59,7 +66,7 @@ def available(tensor: Tensor) -> bool:
 # ---------------------------------------------------------------------- exponentials of logits, and their products
 
 
-@_jit
+@jit
 @no_type_check
 def _exp_kernel(
     a, b, b_table, shift, z, y, out, out_table, A, B, a_e, a_r, b_e, b_r, y_e, y_s, y_r, out_e, out_r, parts, steps,
@@ -73,7 +80,7 @@ def _exp_kernel(
     copies that the tensor memory accelerator makes by itself.
     """
     log2_e: tl.constexpr = 1.4426950408889634
-    largest: tl.constexpr = 75 * log2_e  # a sum of a million e^75 is still a float32
+    largest: tl.constexpr = 75 * log2_e  # CAP
     pid, blocks = tl.program_id(0), tl.cdiv(A, BLOCK_A)
     # neighbours read the same part of b: from the cache, all but the first
     block, part, e = pid % blocks, pid // blocks % parts, pid // (blocks * parts)
@@ -292,7 +299,7 @@ def _exp(
     options: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     if tiles.registers is not None:
         options["maxnreg"] = tiles.registers
-    with _on(a):
+    with on(a):
         _exp_kernel[(_ceil(rows, tiles.rows) * parts * members,)](
             a, b, _descriptor(b, [1, tiles.columns, block_d]) if tiles.descriptors and block_d == width else None,
             shift.contiguous(), zs, ys,
@@ -330,14 +337,14 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _on(tensor: Tensor) -> AbstractContextManager[Any]:
+def on(tensor: Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if tensor.device.type == "cpu" else torch.cuda.device(tensor.device)
 
 
 # ---------------------------------------------------------------------- AdamW
 
 
-@_jit
+@jit
 @no_type_check
 def _correction(step, log_beta):
     """1 − β^step, in float32 to its last bits: the series where the difference would cancel."""
@@ -347,7 +354,7 @@ def _correction(step, log_beta):
     return tl.where(u > -0.5, -u * series, 1 - tl.exp(u))
 
 
-@_jit
+@jit
 @no_type_check
 def _adamw_kernel(
     p, g, m, v, low, learning_rate, decay, step, active, grad_scale, P, g_e, log_beta1, log_beta2, beta2, rest1, rest2,
@@ -416,7 +423,7 @@ def adamw_(
         active = active.view(torch.uint8)
     numbers = (*(math.log(beta) for beta in betas), betas[1], 1 - betas[0], 1 - betas[1], eps)
     block = 1024  # 8 elements a thread
-    with _on(p):
+    with on(p):
         _adamw_kernel[(_ceil(count, block), members)](
             p, g, m, v, low, learning_rate, decay, step, active, grad_scale, count, g.stride(0), *numbers,
             BLOCK=block, num_warps=4,
@@ -426,7 +433,7 @@ def adamw_(
 # ---------------------------------------------------------------------- dropout
 
 
-@_jit
+@jit
 @no_type_check
 def kept(k, key, threshold):
     """Whether element k stays: the bits that `_random.dropout_bits` defines are at least the threshold."""
@@ -443,7 +450,7 @@ def threshold_of(rate: float) -> int:
     return min(round(rate * 2**32) - 2**31, 2**31 - 1)
 
 
-@_jit
+@jit
 @no_type_check
 def _dropout_kernel(x, residual, key, y, M, threshold, scale, BLOCK: tl.constexpr):
     """y = residual + x · scale where x stays."""
@@ -474,7 +481,7 @@ def _dropout(x: Tensor, residual: Tensor | None, key: Tensor, rate: float) -> Te
             raise LocaterError(f"x and residual must be contiguous, in 32 bits or 16, and of one shape: {x.shape}")
     y = torch.empty_like(x if residual is None else residual)
     count, block = x[0].numel(), 2048
-    with _on(x):
+    with on(x):
         _dropout_kernel[(_ceil(count, block), x.shape[0])](
             x, residual, key, y, count, threshold_of(rate), 1 / (1 - rate), BLOCK=block, num_warps=4
         )

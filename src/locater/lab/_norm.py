@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from locater.lab import _kernels
-from locater.lab._kernels import _jit, kept, tl
+from locater.lab._kernels import jit, kept, tl
 from locater.lab._random import dropout_add
 
 __all__ = ["add", "add_norm", "norm"]
@@ -66,7 +66,7 @@ class _AddNorm(torch.autograd.Function):
         total, normed = torch.empty_like(residual), torch.empty_like(residual)
         mean, deviation = (torch.empty(e, n, device=branch.device) for _ in range(2))
         rows = _rows(d)
-        with _kernels._on(branch):
+        with _kernels.on(branch):
             _forward[(-(-n // rows), e)](
                 branch, bias, residual, weight, shift, key, total, normed, mean, deviation, n,
                 bias.stride(0), weight.stride(0), shift.stride(0), _kernels.threshold_of(rate), 1 / (1 - rate), EPS,
@@ -85,7 +85,7 @@ class _AddNorm(torch.autograd.Function):
         of_branch, of_residual = torch.empty_like(total), torch.empty_like(total)
         rows = _rows(d)
         parts = torch.empty(3, e, -(-n // rows), d, device=total.device)
-        with _kernels._on(total):
+        with _kernels.on(total):
             _backward[(-(-n // rows), e)](
                 total, mean, deviation, weight, key, of_normed.contiguous(),
                 None if of_total is None else of_total.contiguous(), of_branch, of_residual, parts, n,
@@ -108,7 +108,7 @@ def _rows(d: int) -> int:
     return max(1, 4096 // _power(d))
 
 
-@_jit
+@jit
 @no_type_check
 def _forward(
     branch, bias, residual, weight, shift, key, total, normed, mean, deviation, N, bias_e, weight_e, shift_e,
@@ -140,7 +140,7 @@ def _forward(
     tl.store(deviation + member * N + rows, inverse, mask=rows < N)
 
 
-@_jit
+@jit
 @no_type_check
 def _backward(
     total, mean, deviation, weight, key, of_normed, of_total, of_branch, of_residual, parts, N, weight_e, part,

@@ -66,7 +66,7 @@ def keep_mask(key: Tensor, count: int, rate: float) -> Tensor:
     """Which of `count` elements stay: (E, count), True with probability 1 − rate."""
     if not 0 <= rate < 1:
         raise LocaterError(f"rate must lie in [0, 1), got {rate!r}")
-    return dropout_bits(key, count) >= min(round(rate * 2**32) - 2**31, 2**31 - 1)
+    return dropout_bits(key, count) >= _kernels.threshold_of(rate)
 
 
 def dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:

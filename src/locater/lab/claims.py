@@ -3,8 +3,9 @@
 Verdicts are three words: reproduced, not reproduced, cannot tell. What makes them:
 
 - Two strengths differ only if the seeds say so: the differences, paired by seed, are all of one sign and their mean
-  exceeds their standard deviation. With a single seed, a difference must exceed `noise`, the relative spread between
-  seeds measured in another sweep (`seed_spread`); without one, nothing can be told.
+  exceeds twice their standard deviation (for three seeds t > 3.5, a two-sided p below 0.08). With a single seed, a
+  difference must exceed `noise`, the relative spread between seeds measured in another sweep (`seed_spread`); without
+  one, nothing can be told.
 - A trend over the paper's five strengths is reproduced if κ₂ = 0 and 1 differ as claimed and no step between
   neighbours goes the other way by more than the seeds' spread and a tenth of the whole change. Neighbours that cannot
   be told apart do not break it: 0 and 10⁻³ hardly differ.
@@ -156,7 +157,7 @@ def _told(weaker: Array, stronger: Array, noise: float | None) -> NDArray[np.int
         mean = difference.mean(0)
         if len(difference) > 1:
             one_sign = (np.sign(difference) == np.sign(difference[0])).all(0)
-            told = one_sign & (np.abs(mean) > difference.std(0, ddof=1))
+            told = one_sign & (np.abs(mean) > 2 * difference.std(0, ddof=1))
         else:
             told = np.abs(mean) > (np.inf if noise is None else noise * np.abs(weaker[0]))
         return np.where(told & np.isfinite(mean), np.sign(mean), 0).astype(np.int64)
@@ -337,7 +338,7 @@ def _falls_with_scale(quantity: str) -> Callable[[Sweep, Noise], Finding]:
         scale, other = sweep.values["scale"][rows][..., -1], sweep.values[quantity][rows][..., -1]
         found = np.array([_rank_correlation(scale[:, seed], other[:, seed]) for seed in range(len(seeds))])
         bar = CORRELATED if len(seeds) > 1 else ALONE
-        verdict = REPRODUCED if (found <= -bar).all() else NOT_REPRODUCED if (found >= 0).all() else CANNOT_TELL
+        verdict = REPRODUCED if (found <= -bar).all() else NOT_REPRODUCED if (found >= bar).all() else CANNOT_TELL
         chain = ", ".join(_signed(value, "+.2f") for value in found)
         measured = f"rank correlation over {len(kappas)} strengths {chain} ({_seeds(seeds)})"
         return measured, verdict, {"seeds": len(seeds), "kappa_2": kappas, "rank_correlation": found}

@@ -10,12 +10,29 @@ from typing import Any
 
 from locater.errors import LocaterError
 
-__all__ = ["PRESETS", "READINGS", "Config", "Member", "ModelConfig", "Preset", "fingerprint", "members_for", "preset"]
+__all__ = [
+    "PRESETS",
+    "READINGS",
+    "Config",
+    "Member",
+    "ModelConfig",
+    "Preset",
+    "check_whole",
+    "fingerprint",
+    "members_for",
+    "parsed",
+    "preset",
+]
 
 
-def _whole(name: str, value: Any, least: int = 1) -> None:
+def check_whole(name: str, value: Any, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise LocaterError(f"{name} must be a whole number of at least {least}, got {value!r:.80}")
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise LocaterError(f"{name} must be true or false, got {value!r:.80}")
 
 
 def _one_of(name: str, value: Any, choices: Sequence[str]) -> None:
@@ -39,7 +56,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("width", "ffn", "layers", "heads", "tokens"):
-            _whole(name, getattr(self, name))
+            check_whole(name, getattr(self, name))
         _one_of("norm", self.norm, ("post", "pre", "none"))
         if self.width % 2:
             raise LocaterError(f"width must be even, for the sines and cosines of the positions, got {self.width}")
@@ -47,8 +64,10 @@ class ModelConfig:
             raise LocaterError(f"width must be at least 4, got {self.width}")
         if self.width % self.heads:
             raise LocaterError(f"width must be a multiple of heads, got {self.width} and {self.heads}")
-        if not 0 <= self.dropout < 1:
-            raise LocaterError(f"dropout must lie in [0, 1), got {self.dropout!r}")
+        for name in ("joint_qk", "tied"):
+            _flag(name, getattr(self, name))
+        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
+            raise LocaterError(f"dropout must lie in [0, 1), got {self.dropout!r:.80}")
 
     @property
     def head_width(self) -> int:
@@ -74,12 +93,14 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in ("batch", "steps", "record_every", "probe_blocks"):
-            _whole(name, getattr(self, name))
-        _whole("checkpoint_every", self.checkpoint_every, least=0)
+            check_whole(name, getattr(self, name))
+        check_whole("checkpoint_every", self.checkpoint_every, least=0)
         for name in ("vocabulary", "valid_blocks"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name))
+                check_whole(name, getattr(self, name))
         _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
+        for name in ("record_early", "deterministic"):
+            _flag(name, getattr(self, name))
 
     @property
     def tokens_per_batch(self) -> int:
@@ -128,7 +149,9 @@ class Member:
     def __post_init__(self) -> None:
         if not self.name or any(c in self.name for c in "\n\r\t/\\"):
             raise LocaterError(f"a member's name must be one word that can be part of a file's name, got {self.name!r}")
-        _whole("seed", self.seed, least=0)
+        check_whole("seed", self.seed, least=0)
+        if self.seed >= 2**63:
+            raise LocaterError(f"seed must be below 2^63, got {self.seed}")
         for name in ("learning_rate", "decay", "scale_strength", "mean_strength"):
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
@@ -216,6 +239,21 @@ PRESETS: dict[str, Preset] = {
         kappas=(None, 1.0, 100.0),
     ),
 }
+
+
+def parsed(name: str, word: str) -> Any:
+    """The value of a setting that somebody typed."""
+    kinds = {f.name: str(f.type) for f in (*fields(ModelConfig), *fields(Config)) if f.name != "model"}
+    kind = kinds.get(name, "str")
+    if "None" in kind and word.lower() == "none":
+        return None
+    try:
+        if "bool" in kind:
+            return {"true": True, "yes": True, "false": False, "no": False}[word.lower()]
+        return int(word) if "int" in kind else float(word) if "float" in kind else word
+    except (KeyError, ValueError) as error:
+        wanted = "true or false" if "bool" in kind else "a whole number" if "int" in kind else "a number"
+        raise LocaterError(f"{name} takes {wanted}, got {word!r:.80}") from error
 
 
 def preset(name: str) -> Preset:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from locater.errors import LocaterError, require
 from locater.files import write_file
-from locater.lab.config import fingerprint
+from locater.lab.config import check_whole, fingerprint
 
 __all__ = ["BOS", "EOS", "PAD", "SPECIALS", "SPLITS", "UNK", "Corpus", "load_corpus"]
 
@@ -53,7 +53,7 @@ class Corpus:
 
     def blocks(self, split: str, tokens: int) -> int:
         """The number of blocks of so many tokens; the last one may be short."""
-        _whole("tokens", tokens)
+        check_whole("tokens", tokens)
         return -(-len(self._stream(split)) // tokens)
 
     def batch(
@@ -103,7 +103,7 @@ def load_corpus(
     written, the streams are held in memory.
     """
     if vocabulary is not None:
-        _whole("vocabulary", vocabulary)
+        check_whole("vocabulary", vocabulary)
     cache = Path(cache) if cache is not None else _default_cache()
     text = _find(source, cache)
     key = text.key(vocabulary)
@@ -340,8 +340,3 @@ def _digest(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise LocaterError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _whole(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise LocaterError(f"{name} must be a whole number of at least 1, got {value!r:.80}")

@@ -5,8 +5,8 @@ the gradient of its logits e_v/Z − 1[v = target]: one pass over the logits giv
 and what remains is two products of e with matrices whose rows carry the 1/Z. The logits of all tokens are never in
 memory at once, except on a GPU with Triton, where a wide model's e (bfloat16) is kept for the second product.
 
-A shifted logit is capped at 75 so that no sum overflows: a token whose loss exceeds 75 nats has a smaller gradient than
-it should, and its loss is given as too small. Nothing that still trains comes near it.
+A shifted logit is capped at 75 so that no sum overflows. In training, a token whose loss exceeds 75 nats has a smaller
+gradient and loss than it should: only a model that has diverged has such tokens. `losses` gives them right.
 
 Legend: E stacked models, N tokens, D width, V vocabulary.
 """
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from locater.lab import _kernels
+from locater.lab._kernels import CAP
 from locater.lab.model import add_rows_, embed
 
 __all__ = ["LossGradient", "loss_and_gradient", "losses"]
 
-CAP = 75.0
 _CHUNK_BYTES = 48 << 20  # of logits at a time: about what stays in a CPU's caches and allocator
 _KEPT_BYTES = 16 << 30  # of e at a time on a GPU
 _NARROW = 64  # up to this width, making e again costs less than writing and reading it
@@ -32,7 +32,7 @@ _NARROW = 64  # up to this width, making e again costs less than writing and rea
 
 class LossGradient(NamedTuple):
     losses: Tensor  # (E, N) nats, float32
-    x: Tensor  # (E, N, D), the gradient of Σ weight · loss; in float32 on a GPU, else as x
+    x: Tensor  # (E, N, D), the gradient of Σ weight · loss, in float32 or as x
     table: Tensor  # (E, V, D), likewise, in float32
 
 
@@ -40,11 +40,17 @@ def losses(x: Tensor, table: Tensor, targets: Tensor) -> Tensor:
     """−log softmax(x tableᵀ)[target] of every token, (E, N)."""
     shift = _target_logits(x, table, targets)
     if _by_kernels(x):
-        return _kernels.exp_logits(x, table, shift, product=False)[0].log()
-    z, capped = torch.empty_like(shift), _may_exceed_cap(x, table, shift)
-    for e, rows, buffer in _chunks(x, table):
-        z[e, rows] = _exponentials(x[e, rows], table[e], shift[e, rows], buffer, capped).sum(1, dtype=torch.float32)
-    return z.log()
+        z = _kernels.exp_logits(x, table, shift, product=False)[0]
+    else:
+        x, table = _summable(x, table)
+        z, capped = torch.empty_like(shift), _may_exceed_cap(x, table, shift)
+        for e, rows, buffer in _chunks(x, table):
+            z[e, rows] = _exponentials(x[e, rows], table[e], shift[e, rows], buffer, capped).sum(1, dtype=torch.float32)
+    found = z.log()
+    for e in torch.nonzero((found > 0.99 * CAP).any(1)).flatten().tolist():  # a model that has diverged
+        for rows in torch.arange(x.shape[1], device=x.device).split(1024):
+            found[e, rows] = (x[e, rows].float() @ table[e].float().mT).logsumexp(1) - shift[e, rows]
+    return found
 
 
 def loss_and_gradient(
@@ -55,6 +61,7 @@ def loss_and_gradient(
     shift = _target_logits(x, table, targets)
     if _by_kernels(x):
         return _by_kernel(x, table, targets, weights, shift, gradient)
+    x, table = _summable(x, table)
     z, dx, capped = torch.empty_like(shift), torch.empty_like(x), _may_exceed_cap(x, table, shift)
     for e, rows, buffer in _chunks(x, table):
         exponentials = _exponentials(x[e, rows], table[e], shift[e, rows], buffer, capped)
@@ -96,6 +103,11 @@ def _by_kernel(
         scaled = (x[part] * factor).to(torch.bfloat16)
         torch.bmm(exponentials.mT, scaled, out_dtype=torch.float32, out=gradient[part])
     return LossGradient(z.log(), dx, gradient)
+
+
+def _summable(x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """float16 cannot hold the exponential of a loss beyond 11 nats, which an untrained model has."""
+    return (x.float(), table.float()) if x.dtype == torch.float16 else (x, table)
 
 
 def _by_kernels(x: Tensor) -> bool:

@@ -20,10 +20,10 @@ from torch.nn import functional
 from locater.lab._norm import add, add_norm, norm
 from locater.lab._random import dropout, site_key
 from locater.lab.config import ModelConfig
+from locater.lab.data import PAD
 from locater.qk import QK
 
 __all__ = [
-    "PAD",
     "Dropout",
     "add_rows_",
     "body_shapes",
@@ -34,8 +34,6 @@ __all__ = [
     "positions",
     "query_key_matrix",
 ]
-
-PAD = 1  # its embedding starts at zero, and positions are counted from the index after it, as fairseq does
 
 See = Callable[[int, Tensor, Tensor, Tensor], None]
 """What a probe is: called for every layer with its number, input (E, N, D), queries and keys (E, B, H, T, ·)."""
@@ -85,7 +83,7 @@ def initial(config: ModelConfig, vocabulary: int, seed: int) -> dict[str, Tensor
         return uniform(shape, 1 / math.sqrt(fan_in))  # nn.Linear's default, weights and biases
 
     tables = {"embedding": torch.randn(vocabulary, d, generator=random) * d**-0.5}
-    tables["embedding"][PAD] = 0
+    tables["embedding"][PAD] = 0  # as fairseq has it; positions are counted from the index after it
     if not config.tied:
         tables["output"] = torch.randn(vocabulary, d, generator=random) * d**-0.5
     return tables | {name: draw(name, shape) for name, shape in body_shapes(config).items()}

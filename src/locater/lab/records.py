@@ -6,8 +6,8 @@
      "rho": [[[…]]],                  layer × head × token position
      "eigenvalues": [[[[…]]]]}        of W_QK, layer × head × eigenvalue × real and imaginary part; in the last record
 
-A line is on disk, whole, before the next one is begun; whatever a killed process left half written is dropped when the
-run goes on. Readers also take metrics.jsonl.gz.
+A line is on disk, whole, before the next one is begun; a last line that a killed process left half written is dropped
+when the run goes on. Readers also take metrics.jsonl.gz.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from locater.lab.config import Config, Member
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["MetricsFile", "Run", "read_metrics", "read_run", "read_runs", "write_run"]
+__all__ = ["MetricsFile", "Run", "read_metrics", "read_records", "read_run", "read_runs", "write_run"]
 
 _RUN, _METRICS = "run.json", "metrics.jsonl"
 
@@ -78,35 +78,37 @@ def read_metrics(folder: str | Path) -> pd.DataFrame:
     """Every whole record of the runs under `folder`, a row each."""
     import pandas as pd
 
-    records = [record for run in read_runs(folder) for record in _records(run.folder)]
+    records = [record for run in read_runs(folder) for record in read_records(run.folder)]
     if not records:
         raise LocaterError(f"{folder} holds no records yet")
     return pd.DataFrame(records)
 
 
-def _records(folder: Path) -> list[dict[str, Any]]:
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """The whole records of one run, in the order they were written; damaged lines are passed over."""
+    return _parsed(folder)[0]
+
+
+def _parsed(folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Records, and the numbers of damaged lines before the last one."""
     plain, packed = folder / _METRICS, folder / f"{_METRICS}.gz"
     try:
         raw = plain.read_bytes() if plain.exists() else gzip.decompress(packed.read_bytes()) if packed.exists() else b""
     except (OSError, EOFError) as error:
         raise LocaterError(f"cannot read the metrics in {folder}: {error}") from error
-    return _whole_lines(raw)[0]
-
-
-def _whole_lines(raw: bytes) -> tuple[list[dict[str, Any]], int]:
-    """The records up to the first damaged line, and where that line begins."""
     records: list[dict[str, Any]] = []
-    end = 0
-    for line in raw.splitlines(keepends=True):
+    damaged: list[int] = []
+    lines = raw.splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line) if line.endswith(b"\n") else None
         except ValueError:
             record = None
-        if not isinstance(record, dict) or "step" not in record or "member" not in record:
-            break
-        records.append(record)
-        end += len(line)
-    return records, end
+        if isinstance(record, dict) and {"step", "member"} <= record.keys():
+            records.append(record)
+        elif number < len(lines):
+            damaged.append(number)
+    return records, damaged
 
 
 class MetricsFile:
@@ -115,7 +117,10 @@ class MetricsFile:
     def __init__(self, folder: Path, keep_until: int) -> None:
         """Keeps the records up to a step: those after it are made again by the run that goes on from there."""
         self.path = folder / _METRICS
-        kept = [record for record in _records(folder) if record["step"] <= keep_until]
+        records, damaged = _parsed(folder)
+        if damaged:
+            raise LocaterError(f"line {damaged[0]} of {self.path} is damaged; mend or remove it to go on")
+        kept = [record for record in records if record["step"] <= keep_until]
         write_file(self.path, b"".join(_line(record) for record in kept))
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
 

@@ -70,7 +70,10 @@ def read_sweep(folder: str | Path, model: tuple[int, int] | None = None) -> Swee
     if any(_compared(run.config) != _compared(runs[0].config) for run in runs):
         raise LocaterError(f"the runs in {folder} differ in more than their members; give the folder of one sweep")
     chosen = _chosen(folder, runs)
-    config = runs[0].config.changed(steps=max(run.config.steps for run in runs))
+    config = runs[0].config.changed(
+        steps=max(run.config.steps for run in runs),
+        probe_blocks=runs[0].about.get("probed", runs[0].config.probe_blocks),  # a short text has fewer
+    )
     records = {
         (run.folder, record["member"], record["step"]): record
         for run in runs

@@ -18,10 +18,9 @@ from torch.nn import functional
 from locater.control import penalty_gradient
 from locater.errors import LocaterError
 from locater.lab.config import Config, Member
-from locater.lab.data import Corpus
+from locater.lab.data import EOS, PAD, Corpus
 from locater.lab.loss import loss_and_gradient, losses
 from locater.lab.model import (
-    PAD,
     Dropout,
     add_rows_,
     body_shapes,
@@ -33,13 +32,26 @@ from locater.lab.model import (
 )
 from locater.lab.optimizer import AdamW, Segment
 from locater.measure import attention_statistics, rank_residual
+from locater.qk import QK
 
-__all__ = ["Stack", "TokenBlocks"]
+__all__ = ["Stack", "TokenBlocks", "check_sizes"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FIRST_SCALE, _GROWTH_INTERVAL = 128.0, 2_000  # of the loss under fp16
 _EVALUATED_TOKENS = 1 << 18  # of all members together, at a time
 _WARM_UP = 2  # updates on a GPU before one is recorded: kernels are compiled, workspaces made
+
+
+def check_sizes(config: Config, corpus: Corpus) -> None:
+    """Whether the text is long enough for the configuration."""
+    tokens = config.model.tokens
+    if corpus.blocks("train", tokens) < config.batch:
+        raise LocaterError(
+            f"a batch of {config.batch} blocks of {tokens} tokens is larger than the training text, "
+            f"which has {corpus.blocks('train', tokens)}; choose a smaller batch"
+        )
+    if len(corpus.splits["valid"]) < tokens:
+        raise LocaterError(f"the validation text is shorter than one block of {tokens} tokens")
 
 
 class TokenBlocks:
@@ -69,16 +81,9 @@ class Stack:
         e, dtype = len(self.members), _DTYPES[config.precision]
         shape = config.model
         self.train, self.valid = (
-            TokenBlocks(corpus.splits[split], shape.tokens, corpus.words.index("</s>"), device)
-            for split in ("train", "valid")
+            TokenBlocks(corpus.splits[split], shape.tokens, EOS, device) for split in ("train", "valid")
         )
-        if self.train.count < config.batch:
-            raise LocaterError(
-                f"a batch of {config.batch} blocks of {shape.tokens} tokens is larger than the training text, "
-                f"which has {self.train.count}; choose a smaller batch"
-            )
-        if not self.valid.whole:
-            raise LocaterError(f"the validation text is shorter than one block of {shape.tokens} tokens")
+        check_sizes(config, corpus)
         starts = [initial(shape, len(corpus.words), member.seed) for member in self.members]
         stacked = {name: torch.stack([start[name] for start in starts]) for name in starts[0]}
         del starts
@@ -190,8 +195,9 @@ class Stack:
         if "output" in self.segments:
             table.gradient.zero_()
         add_rows_(table.gradient, inputs, rows)
-        # a sum is finite only if all are; the output table's gradient is then finite too, products of finite numbers
-        self._finite.copy_(torch.isfinite(together.float().sum(1) + rows.sum((1, 2))))
+        # a sum is finite only if all are; the output table's gradient is then finite too, products of finite numbers,
+        # and the body's is looked at when the penalty has been added
+        self._finite.copy_(torch.isfinite(rows.sum((1, 2))))
         return self.losses.copy_((found.losses * weights).sum(1))
 
     @torch.no_grad()
@@ -200,7 +206,7 @@ class Stack:
         if self._regularised:
             self._add_penalty_gradient()
         self._clock += 1
-        finite = torch.isfinite(self.losses) & self._finite
+        finite = torch.isfinite(self.losses) & self._finite & torch.isfinite(self.segments["body"].gradient.sum(1))
         intact = self.broke_at < 0
         if self.config.precision == "fp16":
             # an overflow is the loss scale's, and only a scale that cannot fall further is the model's
@@ -301,8 +307,10 @@ class Stack:
             for name in ("trace", "scale", "trace_square")
         }
         if self.step == self.config.steps:  # the whole spectrum once, at the end: (E, L, H, K, 2), real and imaginary
-            eigenvalues = torch.stack([qk.eigenvalues() for qk in layers], dim=1)
-            found["eigenvalues"] = torch.view_as_real(eigenvalues)
+            broken = ~torch.isfinite(self.segments["body"].value.sum(1))  # these have none
+            whole = [QK(*(w.masked_fill(broken[:, None, None, None], 0) for w in (qk.w_q, qk.w_k))) for qk in layers]
+            found["eigenvalues"] = torch.view_as_real(torch.stack([qk.eigenvalues() for qk in whole], dim=1))
+            found["eigenvalues"][broken.to(found["eigenvalues"].device)] = torch.nan
         return found
 
     def _look(self) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from locater.errors import LocaterError
 from locater.files import writable_folder, write_file
 from locater.lab.config import Config, Member
 from locater.lab.data import load_corpus
+from locater.lab.stack import check_sizes
 from locater.lab.train import MAY_CHANGE, Progress, train
 
 __all__ = ["Group", "Plan", "sweep"]
@@ -50,6 +51,8 @@ class Plan:
 
     def write(self) -> None:
         """Puts the plan into the folder; one that is there must be the same (more steps are welcome)."""
+        if (self.folder / "run.json").exists():
+            raise LocaterError(f"{self.folder} holds a single run; choose another folder for a sweep")
         path = writable_folder(self.folder) / "sweep.json"
         config = self.config.to_json()
         groups = [{"name": g.name, "members": [m.to_json() for m in g.members]} for g in self.groups]
@@ -73,7 +76,7 @@ def sweep(
     members: Sequence[Member],
     folder: str | Path,
     *,
-    group_size: int = 12,
+    group_size: int = 24,
     engine: str = "local",
     address: str | None = None,
     device: str | None = None,
@@ -93,7 +96,8 @@ def sweep(
         plan.write()
         run_on_cluster(plan, address=address, device=device, watch=tell)
         return plan
-    corpus = load_corpus(config.data, vocabulary=config.vocabulary)  # before anything is written
+    corpus = load_corpus(config.data, vocabulary=config.vocabulary)
+    check_sizes(config, corpus)  # before anything is written
     plan.write()
     for group in plan.groups:
         train(

@@ -24,8 +24,8 @@ from locater.lab import checkpoint
 from locater.lab.config import Config, Member, fingerprint
 from locater.lab.data import Corpus, load_corpus
 from locater.lab.lock import alone
-from locater.lab.records import MetricsFile, Run, read_run, write_run
-from locater.lab.stack import Stack
+from locater.lab.records import MetricsFile, Run, read_records, read_run, write_run
+from locater.lab.stack import Stack, check_sizes
 
 __all__ = ["MAY_CHANGE", "Progress", "train"]
 
@@ -42,6 +42,7 @@ class Progress:
     perplexities: dict[str, float | None]  # by member, of the last record
     broke_at: dict[str, int]  # members that stopped, and at which step
     note: str = ""
+    done: bool = False
 
 
 Watch = Callable[[Progress], None]
@@ -71,22 +72,34 @@ def train(
     place = _device(device)
     corpus = corpus or load_corpus(config.data, vocabulary=config.vocabulary)
     folder = Path(folder)
-    run = Run(folder, config, members, _about(corpus, place) | (about or {}))
+    probed = min(config.probe_blocks, len(corpus.splits["valid"]) // config.model.tokens)
+    run = Run(folder, config, members, _about(corpus, place) | {"probed": probed} | (about or {}))
+    if (folder / "sweep.json").exists():
+        raise LocaterError(f"{folder} holds a sweep; choose another folder for a run of its own")
     earlier = read_run(folder) if (folder / "run.json").exists() else None
     if earlier is not None:
         _check_same(earlier, run)
         run = replace(run, about=earlier.about)
+    check_sizes(config, corpus)
     writable_folder(folder)
     with _determinism(config.deterministic), alone(folder, owner or uuid.uuid4().hex):
+        loaded = checkpoint.load_newest(folder / "checkpoints", _fingerprint(run))
+        if loaded is None and _finished_without(run):
+            return run
+        if loaded is not None and loaded.step > config.steps:
+            raise LocaterError(f"the run in {folder} is at step {loaded.step:,} already, beyond {config.steps:,}")
         stack = Stack(config, members, corpus, place)
-        note = _go_on(stack, folder / "checkpoints", run)
+        if loaded is not None:
+            stack.load_state(loaded.state)
         write_run(run)
-        with _Interrupts() as interrupts, _outputs(folder, stack.step, tensorboard) as record:
-            session = _Session(stack, run, record, interrupts, watch)
-            session.run_to_the_end(note)
-    if (seconds := session.seconds) and stack.step >= config.steps:
-        run.about.setdefault("seconds", round(seconds, 1))
-        write_run(run)
+        began = time.perf_counter()
+        keep_until = -1 if loaded is None else loaded.step
+        with _Interrupts() as interrupts, _outputs(folder, keep_until, tensorboard) as record:
+            try:
+                _Session(stack, run, record, interrupts, watch).run_to_the_end(_note(loaded))
+            finally:
+                run.about["seconds"] = round(run.about.get("seconds", 0.0) + time.perf_counter() - began, 1)
+                write_run(run)
     return run
 
 
@@ -104,8 +117,8 @@ class _Session:
         self.stack, self.run, self.record, self.interrupts = stack, run, record, interrupts
         self.watch = watch or (lambda _: None)
         self.perplexities: dict[str, float | None] = {}
-        self.broke_at: dict[str, int] = {}
-        self.seconds = 0.0
+        steps = zip(stack.members, stack.broke_at.tolist(), strict=True)
+        self.broke_at = {member.name: step for member, step in steps if step >= 0}
         self._fingerprint = _fingerprint(run)
 
     def run_to_the_end(self, note: str) -> None:
@@ -125,13 +138,12 @@ class _Session:
                 if config.checkpoint_every and saved < stack.step:
                     self._save()
                 raise KeyboardInterrupt
-            if (now := time.perf_counter()) - told > 0.5 or stack.step == config.steps:
+            if (now := time.perf_counter()) - told > 0.5:
                 told = now
                 self._tell(began, first)
-        if stack.step < config.steps:  # all members broke
-            self._measure()
-            self._tell(began, first)
-        self.seconds = time.perf_counter() - began
+        if config.checkpoint_every and saved < stack.step:  # all members broke; the last record says so
+            self._save()
+        self._tell(began, first, done=True)
 
     def _save(self) -> None:
         checkpoint.save(self.run.folder / "checkpoints", self.stack.step, self.stack.state(), self._fingerprint)
@@ -142,11 +154,11 @@ class _Session:
         self.perplexities = {row["member"]: row["perplexity"] for row in records}
         self.broke_at = {row["member"]: row["broke_at"] for row in records if "broke_at" in row}
 
-    def _tell(self, began: float, first: int, note: str = "") -> None:
+    def _tell(self, began: float, first: int, note: str = "", *, done: bool = False) -> None:
         stack, config = self.stack, self.run.config
-        done, seconds = stack.step - first, time.perf_counter() - began
-        rate = done / seconds if done else 0.0
-        losses = dict(zip((m.name for m in stack.members), stack.losses.tolist(), strict=True)) if done else {}
+        made, seconds = stack.step - first, time.perf_counter() - began
+        rate = made / seconds if made else 0.0
+        losses = dict(zip((m.name for m in stack.members), stack.losses.tolist(), strict=True)) if made else {}
         self.watch(
             Progress(
                 stack.step,
@@ -157,18 +169,32 @@ class _Session:
                 self.perplexities,
                 self.broke_at,
                 note,
+                done,
             )
         )
 
 
-def _go_on(stack: Stack, checkpoints: Path, run: Run) -> str:
-    """Puts the stack where the last good checkpoint left it; a sentence about it for people."""
-    loaded = checkpoint.load_newest(checkpoints, _fingerprint(run))
+def _note(loaded: checkpoint.Loaded | None) -> str:
+    """A sentence about where a run goes on, for people."""
     if loaded is None:
         return ""
-    stack.load_state(loaded.state)
     damaged = f"; damaged and passed over: {', '.join(loaded.damaged)}" if loaded.damaged else ""
     return f"going on from step {loaded.step}{damaged}"
+
+
+def _finished_without(run: Run) -> bool:
+    """Whether a run that left no checkpoint has come to its end; one that is lost in between is not overwritten."""
+    records = read_records(run.folder)
+    last = max((record["step"] for record in records), default=0)
+    if last >= run.config.steps or (records and all("broke_at" in r for r in records if r["step"] == last)):
+        return True
+    every = run.config.checkpoint_every
+    if records and (not every or last >= every):
+        raise LocaterError(
+            f"the run in {run.folder} ended at step {last:,} and left no checkpoint to go on from; "
+            "remove the folder to start anew, or choose another one"
+        )
+    return False
 
 
 def _check_same(earlier: Run, run: Run) -> None:
@@ -180,7 +206,11 @@ def _check_same(earlier: Run, run: Run) -> None:
         )
     if _fingerprint(earlier) != _fingerprint(run):
         then, now = (r.config.to_json() | {"members": [m.to_json() for m in r.members]} for r in (earlier, run))
-        differs = next((key for key in then if then[key] != now[key] and key not in MAY_CHANGE), "data")
+        differs = next((key for key in then if then[key] != now[key] and key not in MAY_CHANGE), "the text")
+        if differs == "members" and len(then[differs]) == len(now[differs]):
+            pairs = zip(then[differs], now[differs], strict=True)
+            fields = [key for a, b in pairs for key in a if a[key] != b[key]]
+            differs = f"{fields[0]} of its members"
         raise LocaterError(
             f"{run.folder} belongs to another run: {differs} differs; choose another folder, or remove it to start anew"
         )
