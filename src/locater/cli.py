@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.box import SIMPLE_HEAD
 
-from locater import __version__, _lab_commands
+from locater import __version__, _lab_commands, _measure_commands
 from locater import _terminal as terminal
 from locater._terminal import JsonOption, OutOption, SeedOption
 from locater.errors import LocaterError
@@ -30,6 +30,7 @@ app = typer.Typer(
 _STOPPED = 128 + signal.SIGINT
 
 _lab_commands.register(app)
+_measure_commands.register(app)
 
 
 @app.command("rho")

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+    from locater._measure_commands import Reading
     from locater.figures._paper import Drawing, Progress
 
-__all__ = ["FIGURES", "FROM_RUNS", "draw", "draw_run", "draw_scan"]
+__all__ = ["FIGURES", "FROM_RUNS", "draw", "draw_measure", "draw_run", "draw_scan"]
 
 FIGURES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)
 FROM_RUNS = (6, 7, 8, 9, 10, 11, 12)
@@ -77,6 +78,17 @@ def draw_scan(table: pd.DataFrame, eigenvalues: Sequence[tuple[str, Any]], title
     with style():
         drawn = {"scan-maps": scan.maps(table, title), "scan-eigenvalues": scan.clouds(eigenvalues, title)}
         contents = {f"{name}.{kind}": data for name, fig in drawn.items() for kind, data in pictures(fig).items()}
+    return [write_file(folder / name, content) for name, content in contents.items()]
+
+
+def draw_measure(seen: Reading, title: str, out: str | Path) -> list[Path]:
+    """Writes measure-maps and measure-positions, as PNG and SVG, into the folder `out`."""
+    from locater.figures import _measure
+
+    with style():
+        drawn = {"measure-maps": _measure.maps(seen, title), "measure-positions": _measure.positions(seen, title)}
+        contents = {f"{name}.{kind}": data for name, fig in drawn.items() for kind, data in pictures(fig).items()}
+    folder = writable_folder(Path(out))
     return [write_file(folder / name, content) for name, content in contents.items()]
 
 

@@ -62,9 +62,7 @@ def available(tensor: Tensor) -> bool:
 
 def applies(q: Tensor, k: Tensor, view: View) -> bool:
     """Whether the kernel takes these; a scale below 0 would turn its maxima into minima."""
-    return (
-        q.dtype == k.dtype and q.dtype in _DTYPES and q.shape[3] <= _WIDEST and view.scale >= 0 and available(q)
-    )  # fmt: skip
+    return q.dtype == k.dtype and q.dtype in _DTYPES and q.shape[3] <= _WIDEST and view.scale >= 0 and available(q)
 
 
 # ---------------------------------------------------------------------- the pass
@@ -84,28 +82,44 @@ def _tanh(x):
 
 @_jit
 @no_type_check
+def _keys(pointers, columns, ds, TK, D: tl.constexpr, BLOCK_D: tl.constexpr, HIDES: tl.constexpr):
+    if HIDES:
+        keys = tl.load(pointers, mask=(columns < TK)[:, None] & (ds < D)[None, :], other=0.0)
+    elif D != BLOCK_D:
+        keys = tl.load(pointers, mask=(ds < D)[None, :], other=0.0)
+    else:
+        keys = tl.load(pointers)
+    return keys
+
+
+@_jit
+@no_type_check
 def _absorb(
-    m, total, weighted, queries, places, slope, k, k_table, key_mask, b, g, start, stop, TK, k_t, unit, inner,
-    left, right, D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, HIDES: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr, MASKED: tl.constexpr,
-    TABLE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    m, total, weighted, queries, there, places, slope, k, k_table, key_mask, b, g, start, stop, TK, k_t, unit, inner,
+    left, right, HIDES: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    SLICE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr,
+    MASKED: tl.constexpr, TABLE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """m, ℓ and w after the keys from start to stop; where not HIDES, all queries see all of them."""
-    ds, each = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
-    within = each[:, None] * k_t + ds[None, :]
+    """m, ℓ and w after the keys from start to stop; where not HIDES, all queries see all of them.
+
+    `queries` are a block's values (BLOCK_Q, BLOCK_D), or the addresses of its first SLICE columns if SLICE < BLOCK_D.
+    """
+    ds, each = tl.arange(0, SLICE), tl.arange(0, BLOCK_K)
+    within, stride = each[:, None] * k_t + ds[None, :], tl.cast(k_t, tl.int64)
     for column in tl.range(start, stop, BLOCK_K, num_stages=STAGES):
         columns = column + each
         if TABLE:
             keys = k_table.load([b, g, column, 0]).reshape(BLOCK_K, BLOCK_D)
+            s = tl.dot(queries, tl.trans(keys.to(OPERAND)), input_precision=PRECISION)
+        elif SLICE == BLOCK_D:
+            keys = _keys(k + column * stride + within, columns, ds, TK, D, BLOCK_D, HIDES)
+            s = tl.dot(queries, tl.trans(keys.to(OPERAND)), input_precision=PRECISION)
         else:
-            here = k + column.to(tl.int64) * k_t + within
-            if HIDES:
-                keys = tl.load(here, mask=(columns < TK)[:, None] & (ds < D)[None, :], other=0.0)
-            elif D != BLOCK_D:
-                keys = tl.load(here, mask=(ds < D)[None, :], other=0.0)
-            else:
-                keys = tl.load(here)
-        s = tl.dot(queries, tl.trans(keys.to(OPERAND)), input_precision=PRECISION)
+            s = tl.zeros((queries.shape[0], BLOCK_K), tl.float32)
+            for d in tl.static_range(0, BLOCK_D, SLICE):
+                some = tl.load(queries + d, mask=there & (ds + d < D)[None, :], other=0.0).to(OPERAND)
+                keys = _keys(k + column * stride + within + d, columns, ds + d, TK, D, BLOCK_D, HIDES)
+                s = tl.dot(some, tl.trans(keys.to(OPERAND)), s, input_precision=PRECISION)
         if CAPPED:
             s = _tanh(s * inner)
         if HIDES or SLOPED:
@@ -125,7 +139,7 @@ def _absorb(
             s -= new[:, None]
         else:
             new = tl.maximum(m, tl.max(s, 1) * unit)
-            s = s * unit - new[:, None]
+            s = tl.fma(s, unit, tl.broadcast_to(-new[:, None], s.shape))
         p = tl.exp2(s)
         growth = m - new
         shrink = tl.exp2(growth)
@@ -140,8 +154,8 @@ def _absorb(
 def _rows_kernel(
     q, k, k_table, key_mask, slopes, entropy, top, lse, H, R, TQ, TK, q_b, q_h, q_t, k_b, k_g, k_t, mask_b,
     unit, inner, left, right, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr, MASKED: tl.constexpr,
-    TABLE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SLICE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr,
+    MASKED: tl.constexpr, TABLE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head; entropy, top and lse are (B, H, TQ).
 
@@ -153,61 +167,49 @@ def _rows_kernel(
     block, head = blocks - 1 - pid % blocks, pid // blocks
     b, h = head // H, head % H
     g = h // R
-    rows, ds = block * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
+    rows, ds = block * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, SLICE)
     places = rows + (TK - TQ)
     q += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
     k += b.to(tl.int64) * k_b + g.to(tl.int64) * k_g
-    there = (rows < TQ)[:, None] & (ds < D)[None, :]
-    queries = tl.load(q + rows.to(tl.int64)[:, None] * q_t + ds[None, :], mask=there, other=0.0).to(OPERAND)
+    there = (rows < TQ)[:, None]
+    queries = q + rows.to(tl.int64)[:, None] * q_t + ds[None, :]
+    if SLICE == BLOCK_D:
+        queries = tl.load(queries, mask=there & (ds < D)[None, :], other=0.0).to(OPERAND)
     slope = 0.0
     if SLOPED:
         slope = tl.load(slopes + h)
     if MASKED:
         key_mask += b.to(tl.int64) * mask_b
-    # keys that some query of the block sees, and in them the blocks of keys that all its queries see
+    # keys from low to high are seen by some query of the block, blocks of keys from whole_low to whole_high by all
     first = block * BLOCK_Q + TK - TQ
     last = tl.minimum(block * BLOCK_Q + BLOCK_Q, TQ) - 1 + TK - TQ
-    low, high = 0, TK
-    if RIGHT:
-        high = tl.minimum(last + right + 1, TK)
-    whole_high = high // BLOCK_K * BLOCK_K
-    if RIGHT:
-        whole_high = tl.minimum(first + right + 1, TK) // BLOCK_K * BLOCK_K
-    whole_low = low
+    low, high, whole_low, whole_high = 0, TK, 0, TK // BLOCK_K * BLOCK_K
     if LEFT:
         low = tl.maximum(first - left, 0) // BLOCK_K * BLOCK_K
         whole_low = tl.cdiv(tl.maximum(last - left, 0), BLOCK_K) * BLOCK_K
+    if RIGHT:
+        high = tl.minimum(last + right + 1, TK)
+        whole_high = tl.minimum(first + right + 1, TK) // BLOCK_K * BLOCK_K
     m = tl.full((BLOCK_Q,), -1e30, tl.float32)
     total, weighted = tl.zeros((BLOCK_Q,), tl.float32), tl.zeros((BLOCK_Q,), tl.float32)
-    if MASKED:
-        m, total, weighted = _absorb(
-            m, total, weighted, queries, places, slope, k, k_table, key_mask, b, g, low, high, TK, k_t, unit, inner,
-            left, right, D, BLOCK_K, BLOCK_D, True, LEFT, RIGHT, CAPPED, SLOPED, True, TABLE, OPERAND, PRECISION,
-            STAGES,
-        )  # fmt: skip
-    else:
-        if LEFT:
+    for part in tl.static_range(3):  # before the whole blocks, those, and after them; with a mask none is whole
+        start, stop = whole_low, whole_high
+        if part == 0:
+            start, stop = low, tl.minimum(whole_low, high)
+        if part == 2:
+            start, stop = tl.maximum(whole_low, whole_high), high
+            if MASKED:
+                start = low
+        if (part == 2 or not MASKED) and (part > 0 or LEFT):
             m, total, weighted = _absorb(
-                m, total, weighted, queries, places, slope, k, k_table, key_mask, b, g, low,
-                tl.minimum(whole_low, high), TK, k_t, unit, inner, left, right, D, BLOCK_K, BLOCK_D, True,
-                LEFT, RIGHT, CAPPED, SLOPED, False, TABLE, OPERAND, PRECISION, STAGES,
+                m, total, weighted, queries, there, places, slope, k, k_table, key_mask, b, g, start, stop, TK, k_t,
+                unit, inner, left, right, part != 1, D, BLOCK_K, BLOCK_D, SLICE, LEFT, RIGHT, CAPPED, SLOPED, MASKED,
+                TABLE, OPERAND, PRECISION, STAGES,
             )  # fmt: skip
-        m, total, weighted = _absorb(
-            m, total, weighted, queries, places, slope, k, k_table, key_mask, b, g, whole_low, whole_high, TK, k_t,
-            unit, inner, left, right, D, BLOCK_K, BLOCK_D, False, LEFT, RIGHT, CAPPED, SLOPED, False, TABLE, OPERAND,
-            PRECISION, STAGES,
-        )  # fmt: skip
-        m, total, weighted = _absorb(
-            m, total, weighted, queries, places, slope, k, k_table, key_mask, b, g, tl.maximum(whole_low, whole_high),
-            high, TK, k_t, unit, inner, left, right, D, BLOCK_K, BLOCK_D, True, LEFT, RIGHT, CAPPED, SLOPED, False,
-            TABLE, OPERAND, PRECISION, STAGES,
-        )  # fmt: skip
     sees = total != 0  # also where it is NaN
-    bits = tl.log2(tl.where(sees, total, 1.0))
-    out = head.to(tl.int64) * TQ + rows
-    mean = weighted / tl.where(sees, total, 1.0)
-    difference = bits - mean
-    tl.store(entropy + out, tl.where(difference < 0, 0.0, difference) * ln_2, mask=rows < TQ)
+    total, m = tl.where(sees, total, 1.0), tl.where(total == total, m, total)
+    bits, out = tl.log2(total), head.to(tl.int64) * TQ + rows
+    tl.store(entropy + out, (bits - weighted / total) * ln_2, mask=rows < TQ)
     tl.store(top + out, tl.where(sees, m * ln_2, float("-inf")), mask=rows < TQ)
     tl.store(lse + out, tl.where(sees, (m + bits) * ln_2, float("-inf")), mask=rows < TQ)
 
@@ -225,19 +227,26 @@ class Tiles:
     stages: int  # of the pipeline that brings the keys
     descriptors: bool = False  # copies by the tensor memory accelerator (Hopper), where addresses allow it
     registers: int | None = None  # a thread, at most
+    slice: int | None = None  # of the width that is multiplied at a time; None is all
 
 
 def candidates(dtype: torch.dtype, width: int) -> list[Tiles]:
-    """Tiles worth trying on an H200; the first is what is used unless `tune` found another.
+    """Tiles worth trying on an H200; the first that fits the device is used unless `tune` found another.
 
     At a width of 64 the exponentials of a tile take twice as long as its product, and a program's own do not overlap:
     most tiles leave room for two programs or more on a multiprocessor, so that one multiplies while the other does not.
     """
-    if dtype == torch.float32:  # no tensor cores: products take the longest
-        columns = 32 if width > 128 else 64
-        return [Tiles(64, columns, 4, 2), Tiles(64, 32, 4, 2), Tiles(128, 32, 8, 2), Tiles(32, columns, 4, 2)]
+    if dtype == torch.float32:  # no tensor cores; operands pass through registers, and whole ones would spill
+        tiles = [Tiles(64, 64, 8, 2, slice=16), Tiles(64, 32, 4, 2, slice=16), Tiles(32, 32, 4, 1, slice=16)]
+        return tiles if width > 128 else [Tiles(64, 64, 4, 2, slice=16), Tiles(128, 64, 8, 2, slice=16), *tiles]
     if width > 128:
-        return [Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2), Tiles(128, 32, 8, 3), Tiles(64, 64, 4, 2, descriptors=True)]
+        return [
+            Tiles(128, 64, 8, 2),
+            Tiles(64, 64, 4, 2),
+            Tiles(64, 64, 4, 2, descriptors=True),
+            Tiles(128, 32, 8, 3),
+            Tiles(64, 32, 4, 2),
+        ]
     return [
         Tiles(128, 64, 4, 3),
         Tiles(128, 64, 4, 3, descriptors=True),
@@ -253,16 +262,22 @@ def candidates(dtype: torch.dtype, width: int) -> list[Tiles]:
 _TUNED: dict[tuple[Any, ...], Tiles] = {}
 
 
-def row_statistics(
-    q: Tensor, k: Tensor, view: View, *, tiles: Tiles | None = None
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def row_statistics(q: Tensor, k: Tensor, view: View, *, tiles: Tiles | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Entropy, largest logit and logsumexp (B, H, TQ) in float32, of q (B, H, TQ, D) and k (B, G, TK, D).
 
     Rows that see no key have 0, −∞ and −∞. What `applies` refuses must not come here.
     """
-    out = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    entropy, top, lse = out, torch.empty_like(out), torch.empty_like(out)
-    _launch(q, k, view, entropy, top, lse, tiles or _TUNED.get(_kind(q, view)) or candidates(q.dtype, q.shape[3])[0])
+    entropy, top, lse = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(3))
+    tiles = tiles or _TUNED.get(_kind(q, view))
+    if tiles is not None:
+        _launch(q, k, view, entropy, top, lse, tiles)
+        return entropy, top, lse
+    *most, smallest = candidates(q.dtype, q.shape[3])
+    for tiles in most:  # smaller GPUs have less shared memory
+        with suppress(triton.OutOfResources):
+            _launch(q, k, view, entropy, top, lse, tiles)
+            return entropy, top, lse
+    _launch(q, k, view, entropy, top, lse, smallest)
     return entropy, top, lse
 
 
@@ -308,6 +323,7 @@ def _launch(q: Tensor, k: Tensor, view: View, entropy: Tensor, top: Tensor, lse:
             (view.scale if cap is None else cap) * _LOG2_E, 0.0 if cap is None else view.scale / cap,
             view.left or 0, view.right or 0,
             D=width, BLOCK_Q=tiles.rows, BLOCK_K=tiles.columns, BLOCK_D=block_d,
+            SLICE=min(block_d, tiles.slice or block_d),
             LEFT=view.left is not None, RIGHT=view.right is not None, CAPPED=cap is not None,
             SLOPED=slopes is not None, MASKED=mask is not None, TABLE=table is not None,
             # the interpreter would multiply the bits of bfloat16

@@ -24,8 +24,8 @@ __all__ = ["AttentionStatistics", "Bias", "attention_statistics", "signal_propag
 
 Bias: TypeAlias = Tensor | Callable[[slice, slice], Tensor]
 
-_BLOCK = 512  # queries and keys of a block, at most, on a CPU
-_CPU_LOGITS, _LOGITS = 1 << 18, 1 << 24  # in a block: on a CPU they stay in its cache
+_BLOCK = 1024  # queries and keys of a block, at most, on a CPU
+_CPU_LOGITS, _LOGITS = 1 << 20, 1 << 24  # in a block: smaller ones are no faster, and slow where cores are shared
 _NOTHING = -1e3  # e^this is 0, in float64 too; and unlike −∞ it may be multiplied by 0
 
 
@@ -55,10 +55,10 @@ def attention_statistics(
     slope · |distance| with `alibi_slopes` (H,); plus `bias`. Distances are between aligned places: the last query is at
     the last key, so that queries may be the last ones of longer keys (a cache).
 
-    Which keys a query sees: with `causal` none after its own place; with a `window` only those less than `window` places
-    away; never those where `key_mask` (B, Tk) is False (padding). `bias` is a tensor that expands to (B, H, Tq, Tk), or
-    gives a block of itself, as `bias(queries, keys)` called with two slices does, so that T × T need not exist. Where it
-    is −∞, or the lowest number of its dtype or so, or False if it is boolean, the key is hidden.
+    Which keys a query sees: with `causal` none after its own place; with a `window` only those less than `window`
+    places away; never those where `key_mask` (B, Tk) is False (padding). `bias` is a tensor that expands to
+    (B, H, Tq, Tk), or a function that takes two slices, of queries and of keys, and gives that block, so that T × T
+    need not exist. Where it is −∞, or the lowest number of its dtype, or False if it is boolean, the key is hidden.
 
     A query that sees no key has entropy 0, max_logit and logsumexp −∞. A padded query is measured like any other; drop
     it by `key_mask`.
@@ -72,8 +72,10 @@ def attention_statistics(
         entropy, top, lse = _kernels.row_statistics(q, k, seen.view)
     else:
         entropy, top, lse = seen.row_statistics()
-    if bias is not None:
-        _check_something_seen("bias", (top != -math.inf).flatten(1).any(1))
+    if bias is not None or (key_mask is not None and window is not None):
+        given = {"key_mask": key_mask, "window": window, "bias": bias}
+        names = " and ".join(name for name, value in given.items() if value is not None)
+        _check_something_seen((top != -math.inf).flatten(1).any(1), names)
     rho = seen.signal_propagation(torch.tensor([-1]))[:, 0]
     # rounding may carry equal logits beyond what they can have
     return AttentionStatistics(entropy.clamp_(0, math.log(k.shape[2])), top, lse, rho)
@@ -159,7 +161,7 @@ class _Attention:
 
     @property
     def _wide(self) -> torch.dtype:
-        """float64, for 50 ± 1e-5 needs more than float32; but where that is slow or missing, half inputs do not."""
+        """float64, for float32 knows a logit of 50 to 1e-5 or so; float32 for half inputs and where it must be."""
         half = self.q.element_size() == self.k.element_size() == 2
         device = self.q.device.type
         return torch.float32 if device == "mps" or (half and device != "cpu") else torch.float64
@@ -192,14 +194,10 @@ class _Attention:
             s.addcmul_(slopes[:, None, None], (place[:, None, :, None] - column).abs().to(s.dtype), value=-1)
         if bias is not None:
             s += bias
-        if not whole:
-            distance = column - place[..., None]  # (b or 1, n, c)
-            hidden = torch.zeros_like(distance, dtype=torch.bool)
-            if self.view.left is not None:
-                hidden |= distance < -self.view.left
-            if self.view.right is not None:
-                hidden |= distance > self.view.right
-            s.masked_fill_(hidden[:, None], -math.inf)
+        if not whole and self.view.left is not None:
+            s.masked_fill_(column < place[:, None, :, None] - self.view.left, -math.inf)
+        if not whole and self.view.right is not None:
+            s.masked_fill_(column > place[:, None, :, None] + self.view.right, -math.inf)
         if self.view.key_mask is not None:
             s.masked_fill_(~self.view.key_mask[batch, None, None, columns], -math.inf)
         return s
@@ -208,12 +206,10 @@ class _Attention:
         per_group = self.q.shape[1] // self.k.shape[1]
         return slice(groups.start * per_group, groups.stop * per_group)
 
-    def _bias(self, batch: slice, heads: slice, rows: slice, columns: slice) -> Tensor | None:
+    def _bias(self, given: Bias, batch: slice, heads: slice, rows: slice, columns: slice) -> Tensor:
         """A block of the bias, −∞ where it hides; a dimension of 1 where it repeats itself."""
-        if self.bias is None:
-            return None
         (b, h, tq, _), tk = self.q.shape, self.k.shape[2]
-        given, shape, cut = self.bias, (b, h, tq, tk), (batch, heads, rows, columns)
+        shape, cut = (b, h, tq, tk), (batch, heads, rows, columns)
         if not isinstance(given, Tensor):
             given, shape = given(rows, columns), (b, h, rows.stop - rows.start, columns.stop - columns.start)
             cut = (batch, heads, slice(None), slice(None))
@@ -260,7 +256,7 @@ class _Attention:
 
     @property
     def _columns(self) -> int:
-        return _BLOCK if self.q.device.type == "cpu" else 4 * _BLOCK
+        return _BLOCK if self.q.device.type == "cpu" else 2 * _BLOCK
 
     def _pass(self, batch: slice, groups: slice, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """m, ℓ and w of a piece, over blocks of the keys that one of its queries sees."""
@@ -276,9 +272,8 @@ class _Attention:
             whole = (left is None or columns.start >= last - left) and (
                 right is None or columns.stop - 1 <= first + right
             )
-            s = self._logits(
-                q, place, batch, groups, columns, self._bias(batch, heads, rows, columns), whole
-            )
+            bias = None if self.bias is None else self._bias(self.bias, batch, heads, rows, columns)
+            s = self._logits(q, place, batch, groups, columns, bias, whole)
             new = torch.maximum(m, s.amax(-1))
             shift = new.masked_fill(new == -math.inf, 0)  # a query that saw nothing yet
             growth = (m - shift).clamp_(min=_NOTHING)
@@ -286,7 +281,7 @@ class _Attention:
             s -= shift[..., None]
             p = s.exp()
             total_before, total = total, total * shrink + p.sum(-1)
-            p *= s.clamp_(min=_NOTHING)
+            p *= s if whole and bias is None and self.view.key_mask is None else s.clamp_(min=_NOTHING)
             weighted = (weighted + growth * total_before) * shrink + p.sum(-1)
             m = new
         return m, total, weighted
@@ -295,19 +290,20 @@ class _Attention:
 
     def signal_propagation(self, queries: Tensor) -> Tensor:
         """ρ (H, n, Tk)."""
-        (b, h, tq, _), tk = self.q.shape, self.k.shape[2]
-        index, counts = self._chosen(queries.to(self.q.device))
-        n = len(queries)
+        (b, h, _, _), tk, n = self.q.shape, self.k.shape[2], len(queries)
+        index, counts = self._chosen(queries.to(self.q.device, non_blocking=True))
         inside = torch.zeros(h, n, tk, dtype=self._result, device=self.q.device)
         seeing = torch.zeros_like(inside)
-        for batch in _slices(0, b, max(1, self._budget // (h * n * tk))):
-            s = self._chosen_logits(index[batch], batch)
-            seen = (s != -math.inf) & counts[batch, None, :, None]
-            tokens = seen.sum(-1, keepdim=True)
-            mean = s.masked_fill(~seen, 0).sum(-1, keepdim=True) / tokens
-            z = (1 + s - mean) / tokens
-            inside += ((z >= 0) & (z <= 1) & seen).sum(0)
-            seeing += seen.sum(0)
+        fit = max(1, self._budget // (h * tk))
+        for rows in _slices(0, n, fit):
+            for batch in _slices(0, b, max(1, fit // n)):
+                s = self._chosen_logits(index[batch, rows], batch)
+                seen = (s != -math.inf) & counts[batch, None, rows, None]
+                tokens = seen.sum(-1, keepdim=True)
+                mean = s.masked_fill(~seen, 0).sum(-1, keepdim=True) / tokens
+                z = (1 + s - mean) / tokens
+                inside[:, rows] += ((z >= 0) & (z <= 1) & seen).sum(0)
+                seeing[:, rows] += seen.sum(0)
         return inside / seeing
 
     def _chosen(self, queries: Tensor) -> tuple[Tensor, Tensor]:
@@ -318,7 +314,7 @@ class _Attention:
             tokens = torch.ones(b, tq, dtype=torch.bool, device=queries.device)
         else:
             tokens = mask[:, tk - tq :]
-        end = tq - tokens.flip(1).byte().argmax(1, keepdim=True)  # after each sequence's last visible token
+        end = tq - tokens.flip(1).int().argmax(1, keepdim=True)  # after each sequence's last visible token
         index = torch.where(queries < 0, queries + end, queries)
         counts = (index >= 0) & tokens.gather(1, index.clamp(min=0))
         return index.clamp_(min=0), counts
@@ -333,7 +329,7 @@ class _Attention:
             if self.bias is not None:
                 bias = torch.zeros((), dtype=self._wide, device=q.device)
                 for row in index.unique().tolist():
-                    block = self._bias(batch, slice(0, h), slice(row, row + 1), columns)
+                    block = self._bias(self.bias, batch, slice(0, h), slice(row, row + 1), columns)
                     bias = torch.where((index == row)[:, None, :, None], block, bias)
             s[..., columns] = self._logits(q, index + (tk - tq), batch, slice(0, g), columns, bias, whole=False)
         return s
@@ -365,10 +361,10 @@ def _check_key_mask(key_mask: Tensor | None, shape: tuple[int, int], device: tor
             f"key_mask must be {shape} (batch, keys), boolean with True where a key is visible, on {device}, "
             f"got {tuple(key_mask.shape)} in {key_mask.dtype} on {key_mask.device}"
         )
-    _check_something_seen("key_mask", key_mask.any(1))
+    _check_something_seen(key_mask.any(1), "key_mask")
 
 
-def _check_something_seen(name: str, seen: Tensor) -> None:
+def _check_something_seen(seen: Tensor, names: str) -> None:
     if not seen.all():
         number = int((~seen).nonzero()[0])
-        raise LocaterError(f"{name} hides every key of sequence {number} of the batch: there is nothing to measure")
+        raise LocaterError(f"nothing to measure in sequence {number} of the batch: all its keys are hidden by {names}")

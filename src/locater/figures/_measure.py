@@ -1,0 +1,150 @@
+"""Pictures of a reading: layer × head maps, and where in the sequence attention is sharp and where it looks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from locater._measure_commands import Reading
+
+__all__ = ["maps", "positions"]
+
+_PEAKED = 6  # heads shown
+
+
+def maps(seen: Reading, title: str) -> Figure:
+    """Entropy share and largest logit, a row of each map a layer, a column a head."""
+    table, modules = seen.heads, list(seen.layers["module"])
+    row = table["module"].map({name: index for index, name in enumerate(modules)}).to_numpy()
+    heads = int(table["head"].max()) + 1
+    figure = Figure(figsize=(7.2, min(12.0, 1.5 + 0.16 * max(9, len(modules)))), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    for ax, (name, label, colours, limits) in zip(
+        figure.subplots(1, 2, sharey=True),
+        (
+            ("entropy_share", "entropy / ln(visible keys)", "cividis", {"vmin": 0.0, "vmax": 1.0}),
+            ("max_logit", "largest logit", "magma", {}),
+        ),
+        strict=True,
+    ):
+        grid = np.full((len(modules), heads), np.nan)
+        grid[row, table["head"].to_numpy()] = table[name].to_numpy(dtype=float)
+        image = ax.imshow(grid, cmap=colours, aspect="auto", interpolation="nearest", **limits)
+        figure.colorbar(image, ax=ax, pad=0.03).outline.set_visible(False)
+        ax.set_title(label)
+        ax.set_xlabel("head")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _name_rows(ax, seen.layers)
+    figure.axes[1].set_ylabel("")
+    return figure
+
+
+def positions(seen: Reading, title: str) -> Figure:
+    """Entropy by query position; ρ by key position, averaged over the heads of a layer and of the most peaked heads."""
+    figure = Figure(figsize=(7.2, 5.6), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    top, bottom = figure.subfigures(2, 1, height_ratios=(1, 1))
+    entropy, peaked = top.subplots(1, 2)
+    _draw_entropy(entropy, seen)
+    _draw_peaked(peaked, seen)
+    ax = bottom.subplots()
+    modules = list(seen.layers["module"])
+    longest = max(seen.rho[name].shape[1] for name in modules)
+    grid = np.full((len(modules), longest), np.nan)
+    for row, name in enumerate(modules):
+        mean = _mean(seen.rho[name])
+        grid[row, : len(mean)] = mean
+    image = ax.imshow(
+        grid, cmap="cividis", aspect="auto", interpolation="nearest", extent=(0.5, longest + 0.5, len(modules) - 0.5, -0.5)
+    )
+    bottom.colorbar(image, ax=ax, pad=0.015).outline.set_visible(False)
+    ax.set_title(r"measured $\rho$ of each key, mean over heads")
+    ax.set_xlabel("key position")
+    _name_rows(ax, seen.layers)
+    return figure
+
+
+def _draw_entropy(ax: Axes, seen: Reading) -> None:
+    """A line a layer, of its heads' mean, coloured by depth."""
+    modules = list(seen.layers["module"])
+    depth = Normalize(0, max(1, len(modules) - 1))
+    colours = matplotlib.colormaps["viridis_r"]
+    for row, name in enumerate(modules):
+        values = _mean(seen.entropy_by_position[name])
+        ax.plot(range(1, len(values) + 1), values, color=colours(0.08 + 0.92 * depth(row)), linewidth=0.8)
+    ends = {0: "first layer", len(modules) - 1: "last layer"}
+    for row, label in ends.items():
+        ax.plot([], [], color=colours(0.08 + 0.92 * depth(row)), label=label)
+    keys = _visible_keys(seen)
+    ax.plot(range(1, len(keys) + 1), np.log(keys), color="0.4", linestyle="--", linewidth=1, label="ln(visible keys)")
+    ax.set_title("entropy by query, mean over heads")
+    ax.set_xlabel("query position")
+    ax.set_ylabel("nats")
+    ax.set_ylim(bottom=0)
+    ax.margins(x=0)
+    ax.legend(fontsize=7, loc="lower right", handlelength=1.4)
+
+
+def _visible_keys(seen: Reading) -> NDArray[np.float64]:
+    """Of a causal model the position, of others all: where the first query has one key, its entropy is 0."""
+    first = max(float(values[:, 0].max()) for values in seen.entropy_by_position.values())
+    places = np.arange(1.0, seen.length + 1)
+    return places if first < 1e-6 else np.full(seen.length, float(seen.length))
+
+
+def _draw_peaked(ax: Axes, seen: Reading) -> None:
+    """The heads whose ρ stands out most at some place, the places counted in stretches since sequences are few."""
+    stretch = max(1, seen.length // 32)
+    found = []
+    for name, layer in zip(seen.layers["module"], seen.layers["layer"], strict=True):
+        smooth = _stretches(seen.rho[name], stretch)
+        height = np.nanmax(smooth, 1) - np.nanmean(smooth, 1)
+        found += [(float(height[head]), layer, head, smooth[head]) for head in range(len(smooth))]
+    found.sort(key=lambda one: -one[0])
+    for _, layer, head, smooth in found[:_PEAKED]:
+        places = (np.arange(len(smooth)) + 0.5) * stretch + 0.5
+        ax.plot(places, smooth, linewidth=1.1, label=f"{layer}.{head}")
+    ax.set_title(r"$\rho$ of the most peaked heads (layer.head)")
+    ax.set_xlabel("key position")
+    ax.set_ylim(0, 1.02)
+    ax.set_xlim(0.5, seen.length + 0.5)
+    ax.legend(fontsize=7, ncols=2, handlelength=1.2, columnspacing=1.0)
+
+
+def _stretches(rho: NDArray[np.float64], size: int) -> NDArray[np.float64]:
+    """Means over stretches of `size` keys (H, stretches), the last one maybe shorter."""
+    padded = np.pad(rho, ((0, 0), (0, -rho.shape[1] % size)), constant_values=np.nan)
+    return _nanmean(padded.reshape(len(rho), -1, size), 2)
+
+
+def _mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Over heads (first axis)."""
+    return _nanmean(values, 0)
+
+
+def _nanmean(values: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+    """NaN, without a warning, where there is nothing to average."""
+    known = np.isfinite(values)
+    count = known.sum(axis)
+    total = np.where(known, values, 0.0).sum(axis)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def _name_rows(ax: Axes, layers: pd.DataFrame) -> None:
+    """By layer, and by kind where a model has several."""
+    several = layers["kind"].nunique() > 1
+    names = [f"{k} {n}" if several else str(n) for k, n in zip(layers["kind"], layers["layer"], strict=True)]
+    step = max(1, -(-len(names) // 16))
+    ax.set_yticks(range(0, len(names), step), names[::step])
+    ax.set_ylabel("" if several else "layer")
+    ax.spines[:].set_visible(False)

@@ -1,0 +1,133 @@
+"""What is kept of the calls of one attention module: sums over queries, never the queries themselves."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from locater.measure._calls import Call
+
+__all__ = ["HeadTally", "TokenTally"]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.device.type == "mps" else x.double()
+
+
+class HeadTally:
+    """Sums over the queries that are no padding, (H,) each, and over sequences for ρ."""
+
+    def __init__(self) -> None:
+        self.queries: Tensor | None = None  # how many
+        self._entropy: Tensor
+        self._share: Tensor  # of entropy / ln(keys seen)
+        self._chosen: Tensor  # how many queries had two keys or more, and so a share
+        self._logsumexp: Tensor
+        self._max_logit: Tensor
+        self._inside: dict[int, Tensor] = {}  # by query (H, Tk): sequences with z in [0, 1]
+        self._seeing: dict[int, Tensor] = {}
+
+    # Sums are made anew each time: those made in inference mode cannot be changed outside of it.
+
+    @torch.no_grad()
+    def add(self, call: Call, queries: tuple[int, ...]) -> None:
+        found = call.without_empty()
+        if found is None:
+            return
+        s = found.statistics()
+        counts = s.logsumexp > -math.inf
+        if found.real is not None:
+            counts &= found.real[:, None]
+        keys = found.visible_keys().expand_as(counts)
+        has_share = counts & (keys > 1)
+        share = s.entropy / keys.clamp(min=2).log()
+        old = self.queries is not None
+        for name, values, where in (
+            ("queries", torch.ones_like(s.entropy), counts),
+            ("_entropy", s.entropy, counts),
+            ("_share", share, has_share),
+            ("_chosen", torch.ones_like(s.entropy), has_share),
+            ("_logsumexp", s.logsumexp, counts),
+        ):
+            total = torch.where(where, _wide(values), 0).sum((0, 2))
+            setattr(self, name, getattr(self, name) + total if old else total)
+        top = torch.where(counts, s.max_logit, -math.inf).amax((0, 2))
+        self._max_logit = torch.maximum(self._max_logit, top) if old else top
+        for query in queries:
+            z = found.signal_propagation(query)
+            self._inside[query] = _padded_sum(self._inside.get(query), z.nan_to_num(0).sum(0))
+            self._seeing[query] = _padded_sum(self._seeing.get(query), (~z.isnan()).to(z.dtype).sum(0))
+
+    def columns(self) -> dict[str, Tensor]:
+        """The table's, (H,) each."""
+        assert self.queries is not None
+        return {
+            "entropy": self._entropy / self.queries,
+            "entropy_share": self._share / self._chosen,
+            "max_logit": self._max_logit,
+            "logsumexp": self._logsumexp / self.queries,
+            "queries": self.queries.long(),
+        }
+
+    def rho(self, query: int) -> Tensor:
+        """(H, Tk)."""
+        return self._inside[query] / self._seeing[query]
+
+
+def _padded_sum(a: Tensor | None, b: Tensor) -> Tensor:
+    """a + b (H, Tk), of which the one with fewer keys has nothing to add to the others."""
+    if a is None:
+        return b
+    a, b = (b, a) if a.shape[1] < b.shape[1] else (a, b)
+    return a + torch.nn.functional.pad(b, (0, a.shape[1] - b.shape[1]))
+
+
+class TokenTally:
+    """Sums over sequences of how alike their hidden states are."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None  # (4,): the three of `columns`, and how many sequences
+
+    @torch.no_grad()
+    def add(self, x: Tensor, real: Tensor | None) -> None:
+        """Hidden states (B, T, D); sequences of fewer than two tokens have no likeness and do not count."""
+        if x.ndim != 3 or x.shape[1] < 2:
+            return
+        x = x.detach().float() if x.element_size() < 4 else x.detach()
+        if real is None or real.shape != x.shape[:2]:
+            real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        tokens = real.sum(1)
+        counts = tokens > 1
+        x = x * real[..., None]
+        total = x.square().sum((1, 2))
+        apart = (x - x.sum(1, keepdim=True) / tokens.clamp(min=1)[:, None, None]) * real[..., None]
+        energy = apart.square().sum((1, 2))
+        with torch.autocast(x.device.type, enabled=False):
+            gram = apart @ apart.mT if x.shape[1] <= x.shape[2] else apart.mT @ apart
+        tiny = torch.finfo(x.dtype).tiny  # tokens that are all one have rank 0
+        direction = torch.nn.functional.normalize(x, dim=-1).sum(1)
+        values = torch.stack(
+            [
+                (energy / total.clamp(min=tiny)).sqrt(),
+                energy.square() / gram.square().sum((1, 2)).clamp(min=tiny),  # (Σσ²)² / Σσ⁴
+                (direction.square().sum(1) - tokens) / (tokens * (tokens - 1)),
+                torch.ones_like(total),
+            ]
+        )
+        sums = torch.where(counts, _wide(values), 0).sum(1)
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def columns(self) -> dict[str, float] | None:
+        if self._sums is None:
+            return None
+        rank_residual, effective_rank, cosine, sequences = self._sums.tolist()
+        if not sequences:
+            return None
+        return {
+            "rank_residual": rank_residual / sequences,
+            "effective_rank": effective_rank / sequences,
+            "mean_cosine": cosine / sequences,
+            "sequences": int(sequences),
+        }

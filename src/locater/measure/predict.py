@@ -1,0 +1,169 @@
+"""What the theory predicts for the heads of a real model, beside what they do.
+
+Half of the sequences give the moments, the other half the measured ρ. Three models of the tokens:
+
+* `general`: queries and keys as the head compares them (after norms, biases and RoPE), jointly Gaussian with the means
+  and covariances they have at each position. The law is `theory.rho_from_gaussian`.
+* `separable`: hidden states at the module's input with mean zero and covariance K_ij Σ; no RoPE, no biases.
+* `walk`: the paper's, K_ij = min(i, j), with Σ the covariance of the steps from token to token.
+
+The latter two by their exact first two moments.
+
+Legend: B sequences, T tokens, G key heads, R query heads for each, K head width, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from locater.errors import LocaterError
+from locater.measure._calls import Call
+from locater.measure._sites import Place
+from locater.measure.observe import Observation
+from locater.models import Attention, attentions
+from locater.theory import TokenProcess, rho, rho_from_gaussian
+
+__all__ = ["Prediction", "predict"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """ρ of every head of a module at every key position, for the last query: (heads, T) each."""
+
+    module: str
+    layer: int
+    sequences: int  # that were measured; as many others were estimated from
+    measured: Array
+    general: Array
+    separable: Array | None  # None where the module's W_QK is not known
+    walk: Array | None
+
+    def errors(self) -> dict[str, float]:
+        """Mean distance of each prediction from what was measured, over heads and positions."""
+        made = {"general": self.general, "separable": self.separable, "walk": self.walk}
+        return {name: float(np.abs(p - self.measured).mean()) for name, p in made.items() if p is not None}
+
+    def sampling_error(self) -> float:
+        """The mean distance that counting in so many sequences gives a perfect prediction."""
+        return float(np.sqrt(2 / np.pi * self.measured * (1 - self.measured) / self.sequences).mean())
+
+
+@torch.no_grad()
+def predict(
+    model: nn.Module, batches: Iterable[Mapping[str, Tensor] | Tensor], *, layers: Sequence[int] | None = None
+) -> list[Prediction]:
+    """Runs the model on batches of sequences of one length, without padding, and predicts ρ of its self-attention.
+
+    Every second sequence is held out: nothing but the measured ρ is taken from it.
+    """
+    kept: dict[str, _Kept] = {}
+
+    def keep(place: Place, calls: Sequence[Call], states: Tensor | None) -> None:
+        kept.setdefault(place.name, _Kept(place.name, place.layer)).add(calls, states)
+
+    seen = Observation(model, 1, layers, None, keep)
+    training = model.training
+    model.eval()
+    try:
+        with ExitStack() as undo:
+            seen._attach(undo)
+            for batch in batches:
+                model(**batch) if isinstance(batch, Mapping) else model(batch)
+    finally:
+        model.train(training)
+    if not kept:
+        raise LocaterError("no sequence was run: the batches are empty")
+    known = {attention.module: attention for attention in attentions(model)}
+    return [one.prediction(known.get(name)) for name, one in kept.items()]
+
+
+class _Kept:
+    """The last query, all keys and the entering states of every sequence of one module."""
+
+    def __init__(self, module: str, layer: int) -> None:
+        self.module, self.layer = module, layer
+        self.queries: list[Tensor] = []
+        self.keys: list[Tensor] = []
+        self.states: list[Tensor] = []
+        self.scale = 1.0
+
+    def add(self, calls: Sequence[Call], states: Tensor | None) -> None:
+        for call in calls:
+            self._check(call)
+            self.scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
+            self.queries.append(call.q[:, :, -1].float().cpu())  # (B, H, K)
+            self.keys.append(call.k.float().cpu())  # (B, G, T, K)
+        if states is not None:
+            self.states.append(states.float().cpu())
+
+    def _check(self, call: Call) -> None:
+        _, _, tq, tk = call.sizes
+        padded = call.key_mask is not None or (call.real is not None and not bool(call.real.all()))
+        if padded or (self.keys and self.keys[0].shape[2] != tk):
+            raise LocaterError(f"{self.module}: predicting needs sequences of one length, without padding")
+        if call.bias is not None or call.softcap is not None or (call.window is not None and call.window < tk):
+            raise LocaterError(
+                f"{self.module}: predicting is for attention whose last query sees all keys by their products alone; "
+                "this one has a position bias, a softcap, a window or a mask of its own"
+            )
+        if tq != tk:
+            raise LocaterError(f"{self.module}: predicting needs whole sequences, got {tq} queries for {tk} keys")
+
+    def prediction(self, attention: Attention | None) -> Prediction:
+        q, k = torch.cat(self.queries).double(), torch.cat(self.keys).double()
+        if len(q) < 4:
+            raise LocaterError(f"predicting needs at least 4 sequences, got {len(q)}")
+        q = q.unflatten(1, (k.shape[1], -1))  # (B, G, R, K)
+        u = k - k.mean(2, keepdim=True)
+        tokens, fit, held = k.shape[2], slice(0, None, 2), slice(1, None, 2)
+        z = (1 + self.scale * torch.einsum("bgrk,bgtk->bgrt", q[held], u[held])) / tokens
+        measured = ((z >= 0) & (z <= 1)).double().mean(0).flatten(0, 1).numpy()
+        general = _general(q[fit], u[fit], tokens, 1 / self.scale)
+        simple: dict[str, Any] = {"separable": None, "walk": None}
+        if attention is not None and attention.query is not None and self.states:
+            x = torch.cat(self.states)[fit].double()  # (B, T, D)
+            covariance, process = _separable(x)
+            steps = (x[:, 1:] - x[:, :-1]).flatten(0, 1)
+            simple["separable"] = _by_moments(attention, process, covariance, 1 / self.scale)
+            walk = TokenProcess.random_walk(tokens)
+            simple["walk"] = _by_moments(attention, walk, (steps.mT @ steps / len(steps)).numpy(), 1 / self.scale)
+        return Prediction(self.module, self.layer, len(z), measured, general, **simple)
+
+
+def _general(q: Tensor, u: Tensor, tokens: int, temperature: float) -> Array:
+    """The law for q (B, G, R, K) and centred keys u (B, G, T, K) with the moments they have."""
+    q_mean, u_mean = q.mean(0), u.mean(0)
+    q, u, count = q - q_mean, u - u_mean, len(q)
+    found = rho_from_gaussian(
+        q_mean[:, :, None].numpy(),
+        u_mean[:, None].numpy(),
+        (torch.einsum("bgrk,bgrl->grkl", q, q) / count)[:, :, None].numpy(),
+        (torch.einsum("bgtk,bgtl->gtkl", u, u) / count)[:, None].numpy(),
+        (torch.einsum("bgrk,bgtl->grtkl", q, u) / count).numpy(),
+        tokens=tokens,
+        temperature=temperature,
+    )
+    return np.asarray(found).reshape(-1, tokens)
+
+
+def _separable(x: Tensor) -> tuple[Array, TokenProcess]:
+    """Σ (D, D) and K (T, T) with a mean of 1 on its diagonal, for states of mean zero."""
+    flat = x.flatten(0, 1)
+    covariance = flat.mT @ flat / len(flat)
+    positions = torch.einsum("bid,bjd->ij", x, x) / (len(x) * covariance.trace())
+    return covariance.numpy(), TokenProcess(position_covariance=positions.numpy())
+
+
+def _by_moments(attention: Attention, process: TokenProcess, covariance: Array, temperature: float) -> Array:
+    found = rho(attention.qk(), process, temperature, "gaussian", covariance=covariance)
+    return np.asarray(found).reshape(-1, process.tokens)
