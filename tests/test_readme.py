@@ -68,7 +68,7 @@ def test_tests_and_files_that_the_documentation_names_exist(page):
         assert (ROOT / "docs" / target).exists(), target
 
 
-@pytest.mark.parametrize("page", ["models.md", "locater.md", "lab.md"])
+@pytest.mark.parametrize("page", ["models.md", "locater.md", "lab.md", "measure.md"])
 def test_the_python_of_the_how_to_pages_runs(page, tmp_path, monkeypatch):
     text = (ROOT / "docs" / page).read_text()
     monkeypatch.chdir(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -117,10 +118,10 @@ def read(
     with _quiet():
         config = _config(model, files)
         _check_length(model, config, length)
-        tokenizer = _tokenizer(model, files)
+        tokenizer = _tokenizer(model, files, config)
         ids, suffix = _sequences(model, tokenizer, text, length, source)
         _check_ids(model, config, ids)
-        network, part = _network(model, files, place)
+        network, part = _network(model, files, config, place)
     seen, tallies = _observed(network, ids.to(place), batch, -1 - suffix, progress)
     heads, tokens = seen.table(), seen.tokens()
     means = heads.groupby("module", sort=False).agg(
@@ -280,18 +281,19 @@ def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _files(model: str) -> dict[str, Any]:
-    """How transformers is to be told of the model."""
+    """How transformers is to be told of the model; code that comes with one is not run, nor asked about."""
     path = Path(model)
+    common = {"trust_remote_code": False}
     if path.is_dir():
-        return {"pretrained_model_name_or_path": str(path)}
+        return {"pretrained_model_name_or_path": str(path), **common}
     if path.is_file():
         if path.suffix != ".gguf":
             raise LocaterError(f"{model} is no model to run: give its folder, a .gguf file, or a hub id")
         require("gguf", "hf")
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, **common}
     if path.suffix == ".gguf" or path.is_absolute() or len(path.parts) > 2 or model.startswith("."):
         raise LocaterError(f"{model} does not exist; give a folder, a .gguf file, or a hub id like organisation/model")
-    return {"pretrained_model_name_or_path": model}
+    return {"pretrained_model_name_or_path": model, **common}
 
 
 def _config(model: str, files: dict[str, Any]) -> Any:
@@ -307,11 +309,12 @@ def _check_length(model: str, config: Any, length: int) -> None:
         raise LocaterError(f"--length {length} is more than {model} takes, which is {longest} tokens")
 
 
-def _tokenizer(model: str, files: dict[str, Any]) -> Any:
+def _tokenizer(model: str, files: dict[str, Any], config: Any) -> Any:
     import transformers
 
-    with _explained(f"{model} has no tokenizer that can be loaded"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**files)
+    wanted = f"{model} has no tokenizer that can be loaded, as from a tokenizer.json beside its weights"
+    with _explained(wanted):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**files, config=config)
         if not tokenizer("a", add_special_tokens=False)["input_ids"]:
             raise LocaterError("its vocabulary is empty")
     return tokenizer
@@ -323,14 +326,15 @@ def _check_ids(model: str, config: Any, ids: torch.Tensor) -> None:
         raise LocaterError(f"the tokenizer of {model} gives token {int(ids.max())}, but the model has only {size}")
 
 
-def _network(model: str, files: dict[str, Any], device: torch.device) -> tuple[Any, str]:
+def _network(model: str, files: dict[str, Any], config: Any, device: torch.device) -> tuple[Any, str]:
     """The model without its head; of an encoder and decoder the encoder, since a text is nothing to decode."""
     import torch
     import transformers
 
     dtype: Any = torch.float32 if device.type == "cpu" else "auto"
     with _explained(f"{model} cannot be loaded"):
-        network, told = transformers.AutoModel.from_pretrained(**files, dtype=dtype, output_loading_info=True)
+        options = {"config": config, "dtype": dtype, "output_loading_info": True}
+        network, told = transformers.AutoModel.from_pretrained(**files, **options)
         missing = sorted(name for name in told["missing_keys"] if "pooler" not in name)
         if missing:  # transformers fills them with random numbers
             raise LocaterError(f"its weights lack {', '.join(missing[:3])}{' and others' if missing[3:] else ''}")
@@ -362,24 +366,24 @@ def _explained(what: str) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
+    return lines[0].strip().removesuffix(" from one of:") if lines else type(error).__name__
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without the bars and remarks of transformers, which would end up between ours."""
-    from transformers.utils import logging
+    from transformers.utils import logging as remarks
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    level, bars = remarks.get_verbosity(), remarks.is_progress_bar_enabled()
+    remarks.set_verbosity(logging.ERROR)
+    remarks.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
-        logging.set_verbosity(level)
+        remarks.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            remarks.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 # ---------------------------------------------------------------------- for people
@@ -401,7 +405,9 @@ def _print(model: str, seen: Reading, top: int) -> None:
         console.print(terminal.table(_shown(table, columns), title, box=SIMPLE_HEAD))
     columns = ["layer", "kind", "entropy", "entropy_share", "max_logit"]
     columns += ["rank_residual", "effective_rank", "mean_cosine"]
-    console.print(terminal.table(_shown(seen.layers, columns), "layers: heads averaged, largest logit", box=SIMPLE_HEAD))
+    console.print(
+        terminal.table(_shown(seen.layers, columns), "layers: heads averaged, largest logit", box=SIMPLE_HEAD)
+    )
     console.print("entropy in nats, averaged over queries; its share is of ln(keys that the query sees).")
 
 

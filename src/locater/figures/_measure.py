@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["maps", "positions"]
 
-_PEAKED = 6  # heads shown
+_PEAKED = 4  # heads shown
 
 
 def maps(seen: Reading, title: str) -> Figure:
@@ -29,23 +29,26 @@ def maps(seen: Reading, title: str) -> Figure:
     heads = int(table["head"].max()) + 1
     figure = Figure(figsize=(7.2, min(12.0, 1.5 + 0.16 * max(9, len(modules)))), layout="constrained")
     figure.suptitle(title, fontsize=10)
-    for ax, (name, label, colours, limits) in zip(
+    highest = float(np.nanpercentile(table["max_logit"], 98))  # one head must not darken all the others
+    for ax, (name, label, colours, limits, extend) in zip(
         figure.subplots(1, 2, sharey=True),
         (
-            ("entropy_share", "entropy / ln(visible keys)", "cividis", {"vmin": 0.0, "vmax": 1.0}),
-            ("max_logit", "largest logit", "magma", {}),
+            ("entropy_share", "entropy / ln(visible keys)", "cividis", {"vmin": 0.0, "vmax": 1.0}, "neither"),
+            ("max_logit", "largest logit", "magma", {"vmax": highest}, "max"),
         ),
         strict=True,
     ):
         grid = np.full((len(modules), heads), np.nan)
         grid[row, table["head"].to_numpy()] = table[name].to_numpy(dtype=float)
         image = ax.imshow(grid, cmap=colours, aspect="auto", interpolation="nearest", **limits)
-        figure.colorbar(image, ax=ax, pad=0.03).outline.set_visible(False)
+        figure.colorbar(image, ax=ax, pad=0.03, extend=extend).outline.set_visible(False)
         ax.set_title(label)
         ax.set_xlabel("head")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         _name_rows(ax, seen.layers)
-    figure.axes[1].set_ylabel("")
+        if ax is not figure.axes[0]:
+            ax.set_ylabel("")
+            ax.tick_params(left=False)
     return figure
 
 
@@ -53,22 +56,20 @@ def positions(seen: Reading, title: str) -> Figure:
     """Entropy by query position; ρ by key position, averaged over the heads of a layer and of the most peaked heads."""
     figure = Figure(figsize=(7.2, 5.6), layout="constrained")
     figure.suptitle(title, fontsize=10)
-    top, bottom = figure.subfigures(2, 1, height_ratios=(1, 1))
-    entropy, peaked = top.subplots(1, 2)
-    _draw_entropy(entropy, seen)
-    _draw_peaked(peaked, seen)
-    ax = bottom.subplots()
+    axes = figure.subplot_mosaic([["entropy", "peaked"], ["rho", "rho"]])
+    _draw_entropy(axes["entropy"], seen)
+    _draw_peaked(axes["peaked"], seen)
+    ax = axes["rho"]
     modules = list(seen.layers["module"])
     longest = max(seen.rho[name].shape[1] for name in modules)
     grid = np.full((len(modules), longest), np.nan)
     for row, name in enumerate(modules):
         mean = _mean(seen.rho[name])
         grid[row, : len(mean)] = mean
-    image = ax.imshow(
-        grid, cmap="cividis", aspect="auto", interpolation="nearest", extent=(0.5, longest + 0.5, len(modules) - 0.5, -0.5)
-    )
-    bottom.colorbar(image, ax=ax, pad=0.015).outline.set_visible(False)
-    ax.set_title(r"measured $\rho$ of each key, mean over heads")
+    extent = (0.5, longest + 0.5, len(modules) - 0.5, -0.5)
+    image = ax.imshow(grid, cmap="cividis", aspect="auto", interpolation="nearest", extent=extent, vmin=0.0, vmax=1.0)
+    figure.colorbar(image, ax=ax, pad=0.015).outline.set_visible(False)
+    ax.set_title(r"measured $\rho$ of each key for the last text token of a sequence, mean over heads")
     ax.set_xlabel("key position")
     _name_rows(ax, seen.layers)
     return figure
@@ -85,8 +86,9 @@ def _draw_entropy(ax: Axes, seen: Reading) -> None:
     ends = {0: "first layer", len(modules) - 1: "last layer"}
     for row, label in ends.items():
         ax.plot([], [], color=colours(0.08 + 0.92 * depth(row)), label=label)
-    keys = _visible_keys(seen)
-    ax.plot(range(1, len(keys) + 1), np.log(keys), color="0.4", linestyle="--", linewidth=1, label="ln(visible keys)")
+    place = np.arange(1, seen.length + 1)
+    bound, label = (place, "ln(position)") if _is_causal(seen) else (np.full_like(place, seen.length), "ln(length)")
+    ax.plot(place, np.log(bound), color="0.4", linestyle="--", linewidth=1, label=label)
     ax.set_title("entropy by query, mean over heads")
     ax.set_xlabel("query position")
     ax.set_ylabel("nats")
@@ -95,11 +97,9 @@ def _draw_entropy(ax: Axes, seen: Reading) -> None:
     ax.legend(fontsize=7, loc="lower right", handlelength=1.4)
 
 
-def _visible_keys(seen: Reading) -> NDArray[np.float64]:
-    """Of a causal model the position, of others all: where the first query has one key, its entropy is 0."""
-    first = max(float(values[:, 0].max()) for values in seen.entropy_by_position.values())
-    places = np.arange(1.0, seen.length + 1)
-    return places if first < 1e-6 else np.full(seen.length, float(seen.length))
+def _is_causal(seen: Reading) -> bool:
+    """A first query that sees one key has no entropy."""
+    return max(float(values[:, 0].max()) for values in seen.entropy_by_position.values()) < 1e-6
 
 
 def _draw_peaked(ax: Axes, seen: Reading) -> None:
@@ -116,9 +116,10 @@ def _draw_peaked(ax: Axes, seen: Reading) -> None:
         ax.plot(places, smooth, linewidth=1.1, label=f"{layer}.{head}")
     ax.set_title(r"$\rho$ of the most peaked heads (layer.head)")
     ax.set_xlabel("key position")
-    ax.set_ylim(0, 1.02)
+    ax.set_ylim(0, 1.2)  # the legend has the room above 1
+    ax.set_yticks(np.linspace(0, 1, 6))
     ax.set_xlim(0.5, seen.length + 0.5)
-    ax.legend(fontsize=7, ncols=2, handlelength=1.2, columnspacing=1.0)
+    ax.legend(fontsize=7, ncols=_PEAKED, handlelength=1.2, columnspacing=1.2, loc="upper center")
 
 
 def _stretches(rho: NDArray[np.float64], size: int) -> NDArray[np.float64]:

@@ -177,15 +177,27 @@ class _Attention:
     # ------------------------------------------------------------------ blocks of logits
 
     def _logits(
-        self, q: Tensor, place: Tensor, batch: slice, groups: slice, columns: slice, bias: Tensor | None, whole: bool
+        self,
+        out: Tensor,
+        q: Tensor,
+        place: Tensor,
+        batch: slice,
+        groups: slice,
+        columns: slice,
+        bias: Tensor | None,
+        whole: bool,
     ) -> Tensor:
-        """Logits (b, h, n, c) of q (b, h, n, K) at `place` (b or 1, n), −∞ where hidden; `whole`: none by its place."""
+        """Logits (b, h, n, c) of q (b, h, n, K) at `place` (b or 1, n), in the memory of `out`.
+
+        −∞ where a key is hidden; if `whole`, none is because of its place.
+        """
         keys = self.k[batch, groups, columns].to(self._wide).flatten(0, 1)  # (b·g, c, K)
-        b, h, n, _ = q.shape
         left = q.to(self._wide).reshape(len(keys), -1, q.shape[3])  # (b·g, R·n, K): a group's heads share its keys
+        shape = (*q.shape[:3], keys.shape[1])
+        s = out[: math.prod(shape)].view(*left.shape[:2], shape[3])
         with torch.autocast(q.device.type, enabled=False):
             # half numbers are exact in TF32, should that be allowed, but not after scaling
-            s = torch.baddbmm(left.new_empty(()), left, keys.mT, beta=0, alpha=self.view.scale).view(b, h, n, -1)
+            s = torch.baddbmm(s, left, keys.mT, beta=0, alpha=self.view.scale, out=s).view(shape)
         if self.view.softcap is not None:
             s.div_(self.view.softcap).tanh_().mul_(self.view.softcap)
         column = torch.arange(columns.start, columns.stop, device=s.device)
@@ -233,9 +245,13 @@ class _Attention:
         """Entropy, largest logit and logsumexp (B, H, Tq)."""
         q, result = self.q, self._result
         entropy, top, lse = (torch.empty(q.shape[:3], dtype=result, device=q.device) for _ in range(3))
-        for batch, groups, rows in self._pieces():
+        pieces = list(self._pieces())
+        batch, groups, rows = pieces[0]  # none is larger
+        block = q[batch, self._heads(groups), rows, 0].numel() * min(self._columns, self.k.shape[2])
+        buffers = torch.empty(2, block, dtype=self._wide, device=q.device)
+        for batch, groups, rows in pieces:
             where = (batch, self._heads(groups), rows)
-            m, total, weighted = self._pass(batch, groups, rows)
+            m, total, weighted = self._pass(buffers, batch, groups, rows)
             blind = m == -math.inf
             entropy[where] = (total.log() - weighted / total).masked_fill_(blind, 0)
             top[where] = m
@@ -258,8 +274,8 @@ class _Attention:
     def _columns(self) -> int:
         return _BLOCK if self.q.device.type == "cpu" else 2 * _BLOCK
 
-    def _pass(self, batch: slice, groups: slice, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """m, ℓ and w of a piece, over blocks of the keys that one of its queries sees."""
+    def _pass(self, buffers: Tensor, batch: slice, groups: slice, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """m, ℓ and w of a piece, over blocks of the keys that one of its queries sees; two blocks fit the buffers."""
         tq, tk, left, right = self.q.shape[2], self.k.shape[2], self.view.left, self.view.right
         first, last = rows.start + tk - tq, rows.stop - 1 + tk - tq
         low = 0 if left is None else max(0, first - left)
@@ -273,13 +289,13 @@ class _Attention:
                 right is None or columns.stop - 1 <= first + right
             )
             bias = None if self.bias is None else self._bias(self.bias, batch, heads, rows, columns)
-            s = self._logits(q, place, batch, groups, columns, bias, whole)
+            s = self._logits(buffers[0], q, place, batch, groups, columns, bias, whole)
             new = torch.maximum(m, s.amax(-1))
             shift = new.masked_fill(new == -math.inf, 0)  # a query that saw nothing yet
             growth = (m - shift).clamp_(min=_NOTHING)
             shrink = growth.exp()
             s -= shift[..., None]
-            p = s.exp()
+            p = torch.exp(s, out=buffers[1, : s.numel()].view_as(s))
             total_before, total = total, total * shrink + p.sum(-1)
             p *= s if whole and bias is None and self.view.key_mask is None else s.clamp_(min=_NOTHING)
             weighted = (weighted + growth * total_before) * shrink + p.sum(-1)
@@ -323,15 +339,18 @@ class _Attention:
         """Logits (b, H, n, Tk) of queries that may be others in each sequence."""
         (_, h, tq, width), (_, g, tk, _) = self.q.shape, self.k.shape
         q = torch.take_along_dim(self.q[batch], index[:, None, :, None], 2)
-        s = torch.empty(len(index), h, index.shape[1], tk, dtype=self._wide, device=q.device)
-        for columns in _slices(0, tk, max(1, self._budget // (len(index) * g * width))):
+        s = torch.empty(*q.shape[:3], tk, dtype=self._wide, device=q.device)
+        step = min(tk, max(1, self._budget // (len(index) * g * width)))
+        buffer = s.new_empty(q[..., 0].numel() * step)
+        for columns in _slices(0, tk, step):
             bias = None
             if self.bias is not None:
-                bias = torch.zeros((), dtype=self._wide, device=q.device)
+                bias = s.new_zeros(())
                 for row in index.unique().tolist():
                     block = self._bias(self.bias, batch, slice(0, h), slice(row, row + 1), columns)
                     bias = torch.where((index == row)[:, None, :, None], block, bias)
-            s[..., columns] = self._logits(q, index + (tk - tq), batch, slice(0, g), columns, bias, whole=False)
+            place = index + (tk - tq)
+            s[..., columns] = self._logits(buffer, q, place, batch, slice(0, g), columns, bias, whole=False)
         return s
 
 

@@ -1,0 +1,206 @@
+"""What attention does in the course of training, a line for each logged step and attention module.
+
+    with AttentionLog(model, every=50, file="attention.jsonl") as log:
+        for step, batch in enumerate(batches):
+            with log.step(step):
+                loss = model(**batch).loss
+            ...
+
+    {"step": 50, "module": "model.layers.0.self_attn", "layer": 0, "kind": "self",
+     "entropy": […], "entropy_share": […], "max_logit": […],              a number a head, null where not finite
+     "rank_residual": …, "effective_rank": …, "mean_cosine": …}           of the tokens that enter the module
+
+A step's lines are on disk, whole, before the next step begins.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from locater.errors import LocaterError, require
+from locater.files import write_file
+from locater.measure.observe import Observation, observe
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["AttentionLog", "read_log"]
+
+_HEADS = ("entropy", "entropy_share", "max_logit")
+_TOKENS = ("rank_residual", "effective_rank", "mean_cosine")
+
+
+class AttentionLog:
+    """Observes a model in every `every`-th step of its training and writes what it sees; other steps cost nothing.
+
+    `file`: JSON lines. One that is there is gone on with: lines from the first logged step on, which are made again,
+    and a last line that is not whole are dropped then. `tensorboard`: a folder for its files; per module the mean
+    and the lowest entropy share, the largest logit, and the rank residual. `layers`: only those.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int = 50,
+        file: str | Path | None = "attention.jsonl",
+        tensorboard: str | Path | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        if not isinstance(every, int) or every < 1:
+            raise LocaterError(f"every must be a whole number, 1 or more, got {every!r}")
+        if file is None and tensorboard is None:
+            raise LocaterError("nothing to write to: give a file or a folder for tensorboard")
+        Observation(model, 1, layers, None)  # a model that cannot be observed is told now
+        if file is not None and not Path(file).absolute().parent.is_dir():
+            raise LocaterError(f"cannot write {file}: there is no folder {Path(file).parent}")
+        if tensorboard is not None:
+            require("tensorboard", "lab")
+        self.every = every
+        self._model, self._layers = model, layers
+        self._path = None if file is None else Path(file)
+        self._board = tensorboard
+        self._writer: Any = None
+        self._begun = False  # writing
+        self._asked: int | None = None  # the last step told
+        self._open: tuple[int, ExitStack, Observation] | None = None  # the step that is observed now
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[Observation | None]:
+        """Around the forwards of a step: gives what is seen, or None in a step that is not logged.
+
+        Several forwards, as with gradient accumulation, are averaged. An exception inside writes nothing.
+        """
+        seen = self.begin(step)
+        try:
+            yield seen
+        except BaseException:
+            self.cancel()
+            raise
+        self.end()
+
+    def begin(self, step: int) -> Observation | None:
+        """Starts observing if the step is to be logged: a multiple of `every`, or the first told after one."""
+        self.cancel()
+        asked, self._asked = self._asked, step
+        due = step % self.every == 0 if asked is None else step // self.every > asked // self.every
+        if not due:
+            return None
+        stack = ExitStack()
+        seen = stack.enter_context(observe(self._model, layers=self._layers))
+        self._open = step, stack, seen
+        return seen
+
+    def end(self) -> None:
+        """Ends observing and writes what was seen; nothing if the step is not logged."""
+        if self._open is None:
+            return
+        step, _, seen = self._open
+        self.cancel()
+        rows = _rows(step, seen)
+        if self._path is not None:
+            self._write(self._path, step, rows)
+        if self._board is not None:
+            self._show(step, rows)
+
+    def cancel(self) -> None:
+        """Ends observing and leaves the model as it was found."""
+        if self._open is not None:
+            _, stack, _ = self._open
+            self._open = None
+            stack.close()
+
+    def close(self) -> None:
+        self.cancel()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def __enter__(self) -> AttentionLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, path: Path, step: int, rows: list[dict[str, Any]]) -> None:
+        if not self._begun:
+            kept = [row for row in _whole_lines(path) if row["step"] < step] if path.exists() else []
+            write_file(path, _lines(kept))
+            self._begun = True
+        try:
+            with open(path, "ab", buffering=0) as file:
+                file.write(_lines(rows))
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise LocaterError(f"cannot write {path}: {error.strerror}") from error
+
+    def _show(self, step: int, rows: list[dict[str, Any]]) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._board), purge_step=step)
+        for row in rows:
+            shares = [share for share in row["entropy_share"] if share is not None]
+            logits = [logit for logit in row["max_logit"] if logit is not None]
+            values = {
+                "entropy_share": sum(shares) / len(shares) if shares else None,
+                "lowest_entropy_share": min(shares, default=None),
+                "max_logit": max(logits, default=None),
+                "rank_residual": row["rank_residual"],
+            }
+            for name, value in values.items():
+                if value is not None:
+                    self._writer.add_scalar(f"attention/{name}/{row['module']}", value, step)
+        self._writer.flush()
+
+
+def read_log(file: str | Path) -> pandas.DataFrame:
+    """The lines of a log, a row each; a last one that is not whole is left out."""
+    import pandas
+
+    return pandas.DataFrame(_whole_lines(Path(file)))
+
+
+def _rows(step: int, seen: Observation) -> list[dict[str, Any]]:
+    heads, tokens = seen.table(), {row["module"]: row for row in seen.tokens().to_dict("records")}
+    rows = []
+    for module in dict.fromkeys(heads["module"]):
+        table = heads[heads["module"] == module]
+        row: dict[str, Any] = {"step": step, "module": module}
+        row |= {"layer": int(table["layer"].iloc[0]), "kind": table["kind"].iloc[0]}
+        row |= {name: [_finite(value) for value in table[name]] for name in _HEADS}
+        rows.append(row | {name: _finite(tokens[module][name]) if module in tokens else None for name in _TOKENS})
+    return rows
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _lines(rows: list[dict[str, Any]]) -> bytes:
+    return b"".join((json.dumps(row, separators=(",", ":")) + "\n").encode() for row in rows)
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise LocaterError(f"cannot read {path}: {error.strerror}") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and "module" in row:
+            rows.append(row)
+        elif number < len(lines) or line.endswith(b"\n"):
+            raise LocaterError(f"line {number} of {path} is no line of a log of attention; choose another file")
+    return rows
