@@ -144,7 +144,7 @@ def test_an_encoder_decoder_is_measured_in_its_encoder(tmp_path, place):
 def test_people_get_tables_and_pictures(place, tmp_path, capsys):
     assert run(place / "llama", "--text", place / "text.txt", "--length", 16, "--top", 3, "--plot", tmp_path / "p") == 0
     out = capsys.readouterr()
-    assert "8 heads in 2 attention modules, 12 sequences of 16 tokens" in out.out
+    assert "8 heads in 2 attention modules, 12 sequences of 16 tokens" in " ".join(out.out.split())
     assert all(word in out.out for word in ("lowest entropy share", "largest logit", "rank residual", "mean cosine"))
     assert sorted(path.name for path in (tmp_path / "p").iterdir()) == [
         "measure-maps.png", "measure-maps.svg", "measure-positions.png", "measure-positions.svg"
