@@ -141,7 +141,8 @@ def test_an_encoder_decoder_is_measured_in_its_encoder(tmp_path, place):
     assert len(seen.layers) == 2
 
 
-def test_people_get_tables_and_pictures(place, tmp_path, capsys):
+def test_people_get_tables_and_pictures(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # else tables fold where the terminal that runs the tests ends
     assert run(place / "llama", "--text", place / "text.txt", "--length", 16, "--top", 3, "--plot", tmp_path / "p") == 0
     out = capsys.readouterr()
     assert "8 heads in 2 attention modules, 12 sequences of 16 tokens" in " ".join(out.out.split())
