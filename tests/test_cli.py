@@ -68,6 +68,12 @@ def test_demo_predicts_simulates_trains_and_draws(tmp_path):
     assert max(result["largest_gap"]["exact"] for result in spectra) < spectra[0]["four_standard_errors"] * 1.1
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "here/figure-5.png" in done.stdout.replace("\n", "")
+    assert "here/report.html" in done.stdout.splitlines()[-1]
+    assert answer["report"] == "here/report.html"
+    page = (tmp_path / "here" / "report.html").read_text()
+    assert len(page) < 6_000_000
+    assert "predicted and simulated" in page
+    assert "κ₂ = 100, seed 0" in page
 
 
 @pytest.mark.parametrize("name", [name for name in STUDIES if name not in ("orders", "diagonal", "depth")])

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from locater.measure import Observation
+    from locater.measure.predict import Prediction
 
 __all__ = ["Reading", "measure_command", "read", "register"]
 
@@ -40,6 +41,9 @@ def measure_command(
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 8,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU if there is one.")] = None,
     top: Annotated[int, typer.Option(min=1, help="How many heads to show.")] = 10,
+    predicting: Annotated[
+        bool, typer.Option("--predict", help="Predict ρ from half of the sequences beside what the others measure.")
+    ] = False,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="DIR", help="Draw maps and positions.")] = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -47,7 +51,8 @@ def measure_command(
     words = _text(text)
     _check_targets(plot, json_file)
     with terminal.progress("reading") as progress:
-        seen = read(model, words, length=length, batch=batch, device=device, progress=progress, source=str(text))
+        options: dict[str, Any] = {"length": length, "batch": batch, "device": device, "predicting": predicting}
+        seen = read(model, words, progress=progress, source=str(text), **options)
     written: list[Path] = []
     if plot is not None:
         from locater.figures import draw_measure
@@ -76,8 +81,10 @@ class Reading:
     rho: dict[str, NDArray[np.float64]]  # by module (heads, keys)
     entropy_by_position: dict[str, NDArray[np.float64]]  # by module (heads, queries)
     part: str = ""  # of the model that was run, if not all
+    predicted: tuple[Prediction, ...] = ()  # a module each, if it was asked for
 
     def to_json(self) -> dict[str, Any]:
+        more = {"predicted": {one.module: _prediction(one) for one in self.predicted}} if self.predicted else {}
         return {
             "sequences": self.sequences,
             "heads": _records(self.heads),
@@ -85,7 +92,20 @@ class Reading:
             "query": self.query,
             "rho": {name: _lists(values) for name, values in self.rho.items()},
             "entropy_by_position": {name: _lists(values) for name, values in self.entropy_by_position.items()},
+            **more,
         }
+
+
+def _prediction(one: Prediction) -> dict[str, Any]:
+    """ρ of the last token: measured in the sequences held out, and by each law, heads × keys; None where unknown."""
+    made = {"general": one.general, "separable": one.separable, "walk": one.walk}
+    return {
+        "sequences": one.sequences,
+        "measured": _lists(one.measured),
+        **{law: None if values is None else _lists(values) for law, values in made.items()},
+        "errors": one.errors(),
+        "sampling_error": one.sampling_error(),
+    }
 
 
 def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
@@ -107,11 +127,14 @@ def read(
     length: int = 256,
     batch: int = 8,
     device: str | None = None,
+    predicting: bool = False,
     progress: Callable[[float], None] = lambda _: None,
     source: str = "the text",
 ) -> Reading:
     """Runs a model, without its head, over a text cut into sequences of `length` tokens, those of its tokenizer among
-    them that frame a sequence ([CLS], [SEP], <s>); what is left over at the end of the text is not read."""
+    them that frame a sequence ([CLS], [SEP], <s>); what is left over at the end of the text is not read.
+
+    `predicting` runs them once more and sets `measure.predict` to work, which takes minutes on many heads."""
     require("transformers", "hf")
     place = _device(device)
     files = _files(model)
@@ -121,6 +144,11 @@ def read(
         tokenizer = _tokenizer(model, files, config)
         ids, suffix = _sequences(model, tokenizer, text, length, source)
         _check_ids(model, config, ids)
+        if predicting and len(ids) < 4:
+            raise LocaterError(
+                f"--predict needs at least 4 sequences, and {source} makes {len(ids)}: "
+                "give more text or a smaller --length"
+            )
         network, part = _network(model, files, config, place)
     seen, tallies = _observed(network, ids.to(place), batch, -1 - suffix, progress)
     heads, tokens = seen.table(), seen.tokens()
@@ -138,7 +166,15 @@ def read(
         rho={name: seen.rho(name, -1 - suffix) for name in names},
         entropy_by_position={name: tallies[name]() for name in names},
         part=part,
+        predicted=_predicted(network, ids.to(place), batch) if predicting else (),
     )
+
+
+def _predicted(network: Any, ids: torch.Tensor, batch: int) -> tuple[Prediction, ...]:
+    from locater.measure import predict
+
+    more: dict[str, Any] = _without_cache(network)
+    return tuple(predict(network, ({"input_ids": part, **more} for part in ids.split(batch))))
 
 
 def _observed(
@@ -197,9 +233,8 @@ def _observed(
 def _forward(network: Any, ids: torch.Tensor) -> None:
     import torch
 
-    more = {"use_cache": False} if getattr(network.config, "use_cache", None) is not None else {}
     try:
-        network(input_ids=ids, attention_mask=torch.ones_like(ids), **more)
+        network(input_ids=ids, attention_mask=torch.ones_like(ids), **_without_cache(network))
     except torch.OutOfMemoryError as error:
         raise LocaterError(
             f"{len(ids)} sequences of {ids.shape[1]} tokens do not fit into memory: a smaller --batch or --length does"
@@ -210,6 +245,10 @@ def _forward(network: Any, ids: torch.Tensor) -> None:
         raise LocaterError(
             f"{type(network).__name__} does not run on sequences of {ids.shape[1]} tokens: {_reason(error)}"
         ) from error
+
+
+def _without_cache(network: Any) -> dict[str, bool]:
+    return {"use_cache": False} if getattr(network.config, "use_cache", None) is not None else {}
 
 
 # ---------------------------------------------------------------------- text and targets

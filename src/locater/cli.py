@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.box import SIMPLE_HEAD
 
-from locater import __version__, _lab_commands, _measure_commands
+from locater import __version__, _arena_commands, _explore_commands, _lab_commands, _measure_commands, _report_commands
 from locater import _terminal as terminal
 from locater._terminal import JsonOption, OutOption, SeedOption
 from locater.errors import LocaterError
@@ -29,8 +29,11 @@ app = typer.Typer(
 
 _STOPPED = 128 + signal.SIGINT
 
+_arena_commands.register(app)
+_explore_commands.register(app)
 _lab_commands.register(app)
 _measure_commands.register(app)
+_report_commands.register(app)
 
 
 @app.command("rho")
@@ -132,14 +135,20 @@ def scan_command(
     options: dict[str, Any] = {"offset": offset, "average_offsets": average_offsets, "fold_norm": fold_norm}
     with terminal.progress("scanning"):
         table = scan(model, tokens=tokens, **options)
-        written: list[Path] = []
-        if plot is not None:
-            written = _plot_scan(table, spectra(model, **options), model, plot)
+        eigenvalues: dict[str, Any] = {}  # by module (heads, d_head), complex
+        if plot is not None or json_file is not None:
+            eigenvalues = {
+                each.attention.module: each.eigenvalues().cpu().numpy() for each in spectra(model, **options)
+            }
+        written = [] if plot is None else _plot_scan(table, eigenvalues, model, plot)
     if csv is not None:
         write_file(csv, table.to_csv(index=False).encode())
     if json_file is not None:
         rows = [{key: None if cell != cell else cell for key, cell in row.items()} for row in table.to_dict("records")]
-        terminal.write_json(json_file, {"model": model, **options, "tokens": tokens, "heads": rows})
+        pairs = {module: _pairs(values) for module, values in eigenvalues.items()}
+        terminal.write_json(
+            json_file, {"model": model, **options, "tokens": tokens, "heads": rows, "eigenvalues": pairs}
+        )
     if json_file == "-":
         return
     counts = table["regime"].value_counts()
@@ -161,18 +170,21 @@ def scan_command(
         print(path)
 
 
-def _plot_scan(table: Any, modules: Any, model: str, folder: Path) -> list[Path]:
+def _pairs(eigenvalues: Any) -> list[list[list[float]]]:
+    """Heads × eigenvalues × real and imaginary part, in six digits, which a picture or a quantile do not exhaust."""
+    return [[[float(f"{w.real:.6g}"), float(f"{w.imag:.6g}")] for w in head] for head in eigenvalues.tolist()]
+
+
+def _plot_scan(table: Any, eigenvalues: dict[str, Any], model: str, folder: Path) -> list[Path]:
     """Maps of all heads, eigenvalues of at most twelve modules spread over the model."""
     from locater.figures import draw_scan
 
-    names = list(dict.fromkeys(table["module"]))
-    chosen = {names[round(k * (len(names) - 1) / min(11, max(1, len(names) - 1)))] for k in range(min(12, len(names)))}
-    eigenvalues = [
-        (f"{spectrum.attention.kind} {spectrum.attention.layer}", spectrum.eigenvalues().cpu().numpy())
-        for spectrum in modules
-        if spectrum.attention.module in chosen
+    first = table.drop_duplicates("module").to_dict("records")
+    chosen = {round(k * (len(first) - 1) / min(11, max(1, len(first) - 1))) for k in range(min(12, len(first)))}
+    shown = [
+        (f"{row['kind']} {row['layer']}", eigenvalues[row["module"]]) for i, row in enumerate(first) if i in chosen
     ]
-    return draw_scan(table, eigenvalues, "/".join(Path(model).parts[-2:]), folder)
+    return draw_scan(table, shown, "/".join(Path(model).parts[-2:]), folder)
 
 
 @app.command("study")
@@ -228,9 +240,15 @@ def demo_command(
         runs = demo.train_models(folder, seed=seed, steps=steps, watch=watch)
     rows = _lab_commands.summary(runs)
     written += draw_run(runs, folder, "laptop")
+    page, without = None, ""
+    try:
+        page = demo.write_report(folder, results, runs)
+    except LocaterError as error:  # plotly is an extra; all else is done
+        without = f"no report: {error}"
     if json_file is not None:
         files = [str(path) for path in written]
-        terminal.write_json(json_file, {"spectra": results, "members": rows, "runs": str(runs), "files": files})
+        answer = {"spectra": results, "members": rows, "runs": str(runs), "files": files}
+        terminal.write_json(json_file, {**answer, "report": None if page is None else str(page)})
     if json_file == "-":
         return
     console = terminal.out()
@@ -243,6 +261,7 @@ def demo_command(
     for path in written:
         if path.suffix == ".png":
             console.print(str(path), highlight=False)
+    console.print(without if page is None else f"All of it as a page, for a browser: {page}", highlight=False)
 
 
 def _print_predictions(results: list[dict[str, Any]]) -> None:

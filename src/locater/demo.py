@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from locater.files import write_file
 from locater.theory import TokenProcess, normal_spectrum, regime, rho
 from locater.theory.law import spectrum_of
 from locater.theory.simulate import rho_by_walks
 
-__all__ = ["KAPPAS", "SPECTRA", "compare", "train_models"]
+__all__ = ["KAPPAS", "SPECTRA", "compare", "train_models", "write_report"]
 
 SPECTRA = ((0.05, 0.02), (0.2, 0.05), (0.4, 0.1), (-0.2, 0.05), (0.0, 0.3), (0.1, 2.0))
 """Means and standard deviations of the eigenvalues of W_QK, a row of the demo each."""
@@ -54,3 +56,11 @@ def train_models(
     folder = out / f"laptop-seed-{seed}"
     sweep(config, members, folder, watch=watch, about={"preset": "laptop"})
     return folder
+
+
+def write_report(out: Path, results: Sequence[dict[str, Any]], runs: Path) -> Path:
+    """A page of the predictions and of the trained models."""
+    from locater.report import report
+
+    predictions = write_file(out / "predictions.json", (json.dumps({"spectra": list(results)}) + "\n").encode())
+    return report([predictions, runs]).write(out / "report.html")

@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from zoo import VOCABULARY, build
 
 from locater import LocAteR
+from locater.control import DecoupledLocAteR
 from locater.control.hf import LocAteRCallback
 from locater.control.lightning import LocAteRCallback as LightningCallback
 
@@ -175,3 +176,38 @@ def test_lightning_checkpoints_carry_the_step():
     other.load_state_dict(LightningCallback(reg).state_dict())
     assert other.regulariser.step == 7
     assert other.regulariser.scale_strength == reg.scale_strength
+
+
+# ---------------------------------------------------------------------- the decoupled form
+
+
+def decoupled_by_hand(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    DecoupledLocAteR(model).attach(optimizer)
+    data = Text()
+    for step in range(STEPS):
+        ids = torch.stack([data[step * BATCH + k]["input_ids"] for k in range(BATCH)])
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    return model
+
+
+def test_the_hugging_face_trainer_makes_the_decoupled_steps(tmp_path):
+    model = build("llama").train()
+    expected = decoupled_by_hand(copy.deepcopy(model))
+    reg = DecoupledLocAteR(model)
+    trainer, seen = hf_trainer(model, reg, tmp_path)
+    trainer.train()
+    assert_same(model, expected)
+    assert any("locater/model.layers.0.self_attn/growth" in logs for logs in seen)
+    assert not reg._handles
+
+
+def test_lightning_makes_the_decoupled_steps(tmp_path):
+    model = build("llama").train()
+    expected = decoupled_by_hand(copy.deepcopy(model))
+    callback = LightningCallback(DecoupledLocAteR(model))
+    lightning_trainer([callback], tmp_path).fit(Module(model), DataLoader(Text(), batch_size=BATCH))
+    assert_same(model, expected)
+    assert callback.regulariser.step == STEPS

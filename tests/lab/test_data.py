@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -509,3 +510,60 @@ def test_two_processes_that_build_the_same_entries_get_the_same_corpus(tmp_path:
     in_memory = load_corpus(folder, vocabulary=2, cache=Path(os.devnull))
     assert said[0][0][0] == in_memory.fingerprint
     assert not list((tmp_path / "race").rglob(".*"))  # no half-written file stays behind
+
+
+# ---------------------------------------------------------------------- bytes
+
+
+def test_bytes_are_tokens_whatever_the_encoding(tmp_path):
+    raw = bytes(range(256)) * 10
+    (tmp_path / "raw.bin").write_bytes(raw)
+    with gzip.open(tmp_path / "raw.gz", "wb") as file:
+        file.write(raw)
+    plain, packed = (load_corpus(tmp_path / name, unit="bytes") for name in ("raw.bin", "raw.gz"))
+    whole = np.concatenate([plain.splits[split] for split in SPLITS])
+    assert bytes((whole - 4).astype(np.uint8)) == raw
+    assert [len(plain.splits[split]) for split in SPLITS] == [2304, 128, 128]
+    assert plain.fingerprint == packed.fingerprint
+    assert len(plain.words) % 8 == 0
+    assert plain.words[4 + ord("A")] == "0x41"
+
+
+def test_a_folder_and_the_embedded_corpus_can_be_read_as_bytes(tmp_path):
+    for split in SPLITS:
+        (tmp_path / f"{split}.txt").write_text(f"{split}: größer\n" * 3)
+    corpus = load_corpus(tmp_path, unit="bytes")
+    assert bytes((corpus.splits["valid"] - 4).astype(np.uint8)).decode() == "valid: größer\n" * 3
+    assert len(load_corpus(unit="bytes").splits["train"]) > 5_000_000
+
+
+def test_enwik8_is_found_by_its_name(tmp_path, monkeypatch):
+    (tmp_path / "enwik8").mkdir()
+    (tmp_path / "enwik8" / "enwik8").write_bytes(b"<page>" * 100)
+    monkeypatch.setenv("LOCATER_DATA", str(tmp_path))
+    assert load_corpus("enwik8", unit="bytes").name == "enwik8"
+    monkeypatch.setenv("LOCATER_DATA", str(tmp_path / "nowhere"))
+    monkeypatch.chdir(tmp_path / "enwik8")
+    with pytest.raises(LocaterError, match="give the path of the file"):
+        load_corpus("enwik8", unit="bytes")
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "words"),
+    [
+        (b"short", "a.txt", "too few for a text"),
+        (b"\x1f\x8b broken", "a.gz", "cannot read"),
+        (b"x" * 99, "a.gz", "cannot read"),
+    ],
+)
+def test_bytes_that_are_no_text_are_refused(tmp_path, content, name, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(LocaterError, match=words):
+        load_corpus(tmp_path / name, unit="bytes")
+
+
+def test_units_are_words_or_bytes_and_bytes_need_no_vocabulary(tmp_path):
+    with pytest.raises(LocaterError, match="unit must be one of words, bytes, got 'letters'"):
+        load_corpus(tmp_path, unit="letters")
+    with pytest.raises(LocaterError, match="bytes have a vocabulary of their own"):
+        load_corpus(tmp_path, unit="bytes", vocabulary=100)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given
@@ -79,3 +81,16 @@ def test_a_token_without_weight_has_no_gradient():
     assert (found.x[0, [1, 3]] == 0).all()
     alone = loss_and_gradient(x[:, [0, 2]], table, torch.randint(5, (1, 2)), weights[:, [0, 2]])
     assert alone.table.shape == found.table.shape
+
+
+@given(members=st.integers(1, 4), tokens=st.integers(1, 9), words=st.integers(2, 11), room=st.integers(1, 2000))
+def test_few_words_have_their_losses_and_gradients_by_a_softmax_of_members_at_once(members, tokens, words, room):
+    torch.manual_seed(tokens * words)
+    x, table = torch.randn(members, tokens, 5), torch.randn(members, words, 5)
+    targets, weights = torch.randint(words, (members, tokens)), torch.rand(members, tokens)
+    each, dx, dtable = reference(x, table, targets, weights)
+    with patch.object(lab_loss, "_few_words", lambda *_: True), patch.object(lab_loss, "_KEPT_BYTES", room):
+        found = loss_and_gradient(x, table, targets, weights)
+        alone = losses(x, table, targets)
+    for a, b in ((found.losses, each), (alone, each), (found.x, dx), (found.table, dtable)):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)

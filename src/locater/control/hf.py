@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from locater.control.decoupled import DecoupledLocAteR
 from locater.control.locater import LocAteR
 from locater.errors import LocaterError, require
 
@@ -18,13 +19,13 @@ __all__ = ["LocAteRCallback"]
 
 
 class LocAteRCallback(TrainerCallback):
-    """Attaches a LocAteR to the Trainer's optimizer while it trains, and logs what it does.
+    """Attaches a LocAteR, or a DecoupledLocAteR, to the Trainer's optimizer while it trains, and logs what it does.
 
-    Every log of the Trainer gains `locater/penalty`, and with `per_module` also each attention module's
-    `trace` and `scale`, averaged over its heads. A resumed run goes on at the Trainer's step.
+    Every log of the Trainer gains `locater/penalty` (the decoupled form has none), and with `per_module` also each
+    attention module's `trace` and `scale`, averaged over its heads. A resumed run goes on at the Trainer's step.
     """
 
-    def __init__(self, regulariser: LocAteR, *, per_module: bool = True) -> None:
+    def __init__(self, regulariser: LocAteR | DecoupledLocAteR, *, per_module: bool = True) -> None:
         self.regulariser = regulariser
         self.per_module = per_module
 
@@ -44,7 +45,7 @@ class LocAteRCallback(TrainerCallback):
         if logs is None:
             return
         values = self.regulariser.measure()
-        chosen = values if self.per_module else {"penalty": values["penalty"]}
+        chosen = {name: value for name, value in values.items() if self.per_module or "/" not in name}
         named = {f"locater/{name}": value for name, value in chosen.items()}
         logs.update(named)
         state.log_history[-1].update(named)  # the Trainer has put a copy there already

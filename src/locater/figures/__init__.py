@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from locater._measure_commands import Reading
     from locater.figures._paper import Drawing, Progress
 
-__all__ = ["FIGURES", "FROM_RUNS", "draw", "draw_measure", "draw_run", "draw_scan"]
+__all__ = ["FIGURES", "FROM_RUNS", "draw", "draw_arena", "draw_measure", "draw_run", "draw_scan"]
 
 FIGURES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)
 FROM_RUNS = (6, 7, 8, 9, 10, 11, 12)
@@ -68,6 +68,16 @@ def draw_run(folder: str | Path, out: str | Path, name: str) -> list[Path]:
     with style():
         files = _files(f"{name}-curves", _lab.curves(sweep)) | _files(f"{name}-rho", _lab.propagation(sweep))
     return [write_file(target / file, content) for file, content in files.items()]
+
+
+def draw_arena(models: pd.DataFrame, title: str, unit: str, out: str | Path) -> list[Path]:
+    """Writes arena.png, .svg and .json, of what `locater.lab.arena.read_arena` gives, into the folder `out`."""
+    from locater.figures import _arena
+
+    with style():
+        files = _files("arena", _arena.against_rate(models, title, unit))
+    folder = writable_folder(Path(out))
+    return [write_file(folder / name, content) for name, content in files.items()]
 
 
 def draw_scan(table: pd.DataFrame, eigenvalues: Sequence[tuple[str, Any]], title: str, out: str | Path) -> list[Path]:

@@ -11,6 +11,7 @@ from typing import Any
 from locater.errors import LocaterError
 
 __all__ = [
+    "METHOD_NAMES",
     "PRESETS",
     "READINGS",
     "Config",
@@ -35,9 +36,23 @@ def _flag(name: str, value: Any) -> None:
         raise LocaterError(f"{name} must be true or false, got {value!r:.80}")
 
 
+def _number(name: str, value: Any, most: float = math.inf) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most or value == math.inf:
+        upto = "a finite number that is not negative" if most == math.inf else f"a number from 0 to {most:g}"
+        raise LocaterError(f"{name} must be {upto}, got {value!r:.80}")
+    return value
+
+
 def _one_of(name: str, value: Any, choices: Sequence[str]) -> None:
     if value not in choices:
         raise LocaterError(f"{name} must be one of {', '.join(choices)}, got {value!r:.80}")
+
+
+METHOD_NAMES = (
+    "none", "qk-norm", "softcap", "z-loss", "sigma-reparam", "sigma-reparam-qk", "qk-clip", "qk-decay",
+    "locater-decoupled", "locater-traced", "locater-auto",
+)  # fmt: skip
+"""Ways to keep attention from collapsing that a model can be trained with; `lab.methods` has them."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +68,15 @@ class ModelConfig:
     joint_qk: bool = False  # train W_QK (D × D a head, no biases) instead of W_Q and W_K
     tied: bool = False  # one table for the embedding and the output projection
     dropout: float = 0.1  # on the embeddings and on both residual branches
+    method: str = "none"  # against collapse, see METHOD_NAMES; LocAteR through the optimizer is a member's strengths
 
     def __post_init__(self) -> None:
         for name in ("width", "ffn", "layers", "heads", "tokens"):
             check_whole(name, getattr(self, name))
         _one_of("norm", self.norm, ("post", "pre", "none"))
+        _one_of("method", self.method, METHOD_NAMES)
+        if self.joint_qk and self.method != "none":
+            raise LocaterError(f"{self.method} acts on queries and keys apart: leave joint_qk out")
         if self.width % 2:
             raise LocaterError(f"width must be even, for the sines and cosines of the positions, got {self.width}")
         if self.width < 4:
@@ -79,27 +98,41 @@ class Config:
     """Everything the members of one run share."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: str | None = None  # a folder, wikitext-2, or None: the embedded corpus
+    data: str | None = None  # a folder, wikitext-2, enwik8, or None: the embedded corpus
+    unit: str = "words"  # that a token is, or bytes
     vocabulary: int | None = None  # keep that many most frequent words, the rest is <unk>; None keeps all
     batch: int = 64  # B, blocks of T tokens an update
     steps: int = 50_000
+    warmup: int = 0  # steps in which the learning rate rises to what it is
+    final_rate: float = 1.0  # the learning rate at the last step, of what it is after the warm-up; a cosine in between
+    release: float = 0.0  # the part of the training, its last, over which penalties and methods let go
+    clip: float | None = None  # of a member's gradient norm, the penalty's gradient not counted
     precision: str = "fp32"  # fp32, bf16, or fp16 with a loss scale of each member's own
     record_every: int = 500  # steps between records in the metrics
     record_early: bool = True  # and at 1, 2, 4, 8, … before the first of them
     checkpoint_every: int = 2_000  # steps between checkpoints; 0 writes none
     probe_blocks: int = 256  # of the validation text, on which entropy, ρ and rank are measured
     valid_blocks: int | None = None  # of the validation text, for the perplexity; None is all of it
+    details: bool = True  # whether records hold ρ, and the last one the eigenvalues
     deterministic: bool = False  # refuse operations whose result may differ from run to run
 
     def __post_init__(self) -> None:
         for name in ("batch", "steps", "record_every", "probe_blocks"):
             check_whole(name, getattr(self, name))
-        check_whole("checkpoint_every", self.checkpoint_every, least=0)
+        for name in ("checkpoint_every", "warmup"):
+            check_whole(name, getattr(self, name), least=0)
+        _number("final_rate", self.final_rate, most=1)
+        _number("release", self.release, most=1)
+        if self.clip is not None and not _number("clip", self.clip):
+            raise LocaterError("clip must be above 0, or none")
+        _one_of("unit", self.unit, ("words", "bytes"))
         for name in ("vocabulary", "valid_blocks"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name))
         _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
-        for name in ("record_early", "deterministic"):
+        if self.precision == "fp16" and self.model.method == "z-loss":
+            raise LocaterError("z-loss knows nothing of fp16's loss scale: train it in bf16 or fp32")
+        for name in ("record_early", "details", "deterministic"):
             _flag(name, getattr(self, name))
 
     @property
@@ -143,6 +176,7 @@ class Member:
     scale_strength: float = 0.0  # on tr(W_QKᵀW_QK)
     mean_strength: float = 0.0  # on (tr W_QK − target)²
     target: float = 1.0
+    strength: float = 0.0  # of the model's method, if it has one
     kappa_2: float | None = None  # which line of the paper's figures it is; None is no LocAteR
     reading: str = "figures"  # of the paper's objective, see READINGS
 
@@ -152,10 +186,8 @@ class Member:
         check_whole("seed", self.seed, least=0)
         if self.seed >= 2**63:
             raise LocaterError(f"seed must be below 2^63, got {self.seed}")
-        for name in ("learning_rate", "decay", "scale_strength", "mean_strength"):
-            value = getattr(self, name)
-            if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
-                raise LocaterError(f"{name} must be a finite number that is not negative, got {value!r}")
+        for name in ("learning_rate", "decay", "scale_strength", "mean_strength", "strength"):
+            _number(name, getattr(self, name))
         if not math.isfinite(self.target):
             raise LocaterError(f"target must be a finite number, got {self.target!r}")
         _one_of("reading", self.reading, tuple(READINGS))

@@ -6,11 +6,13 @@ an entry never changes: processes that build one at the same time write the same
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
 import os
 import re
+import zlib
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +31,13 @@ from locater.errors import LocaterError, require
 from locater.files import write_file
 from locater.lab.config import check_whole, fingerprint
 
-__all__ = ["BOS", "EOS", "PAD", "SPECIALS", "SPLITS", "UNK", "Corpus", "load_corpus"]
+__all__ = ["BOS", "EOS", "PAD", "SPECIALS", "SPLITS", "UNITS", "UNK", "Corpus", "load_corpus"]
 
 SPLITS = ("train", "valid", "test")
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 BOS, PAD, EOS, UNK = range(4)
+
+UNITS = ("words", "bytes")
 
 _FORMAT = 1  # of the cache, and of everything between text and indices: raise it when either changes
 _MULTIPLE = 8  # of the dictionary's length, fairseq's padding_factor
@@ -85,7 +89,11 @@ class Corpus:
 
 
 def load_corpus(
-    source: str | Path | None = None, *, vocabulary: int | None = None, cache: Path | None = None
+    source: str | Path | None = None,
+    *,
+    unit: str = "words",
+    vocabulary: int | None = None,
+    cache: Path | None = None,
 ) -> Corpus:
     """The streams of a text and its dictionary: <s>, <pad>, </s>, <unk>, then the words of train, frequent ones first.
 
@@ -97,14 +105,25 @@ def load_corpus(
                   better spent on words than on beginnings of sentences); every twentieth address is valid, and every
                   twentieth test, so that all three come from the same centuries
       wikitext-2  from the folder wikitext-2 in $LOCATER_DATA, here, or in data; else from the Hugging Face hub
+      enwik8      bytes only: the file enwik8 or enwik8.gz, in the folder enwik8 of $LOCATER_DATA, here, or in data
       a folder    with train, valid and test as .txt, .tokens or .raw, tokens between spaces
+      a file      bytes only, .gz or not: nine tenths are train, a twentieth valid, a twentieth test
+
+    With the `unit` "bytes" a token is a byte, 4 + its value, whatever the file's encoding, and lines have no end of
+    their own; the dictionary is the same for all texts.
 
     `cache` is a folder, by default $LOCATER_CACHE, then locater in $XDG_CACHE_HOME or ~/.cache. Where it cannot be
     written, the streams are held in memory.
     """
     if vocabulary is not None:
         check_whole("vocabulary", vocabulary)
+    if unit not in UNITS:
+        raise LocaterError(f"unit must be one of {', '.join(UNITS)}, got {unit!r:.80}")
     cache = Path(cache) if cache is not None else _default_cache()
+    if unit == "bytes":
+        if vocabulary is not None:
+            raise LocaterError(f"bytes have a vocabulary of their own, got {vocabulary}; leave it out")
+        return _byte_corpus(source, cache)
     text = _find(source, cache)
     key = text.key(vocabulary)
     entry = cache / "corpora" / key if cache else None
@@ -197,12 +216,16 @@ def _address_lines(path: Path) -> Iterator[list[str]]:
         yield from filter(None, (re.findall(_WORD, line.lower()) for line in file))
 
 
-def _wikitext_2(cache: Path | None) -> _Text:
+def _named(name: str) -> Iterator[Path]:
+    """Folders of this name where data sets are looked for."""
     given = os.environ.get("LOCATER_DATA")
     places = [Path(given)] if given else []
-    for folder in (place / "wikitext-2" for place in (*places, Path(), Path("data"))):
-        if folder.is_dir():
-            return _folder(folder, "wikitext-2")
+    yield from (folder for place in (*places, Path(), Path("data")) if (folder := place / name).is_dir())
+
+
+def _wikitext_2(cache: Path | None) -> _Text:
+    for folder in _named("wikitext-2"):
+        return _folder(folder, "wikitext-2")
     try:
         return _wikitext_2_from_hub(cache)
     except Exception as error:  # the hub's own errors have many classes
@@ -241,6 +264,50 @@ def _parquet_lines(path: Path) -> Iterator[list[str]]:
             f"{path} is not the parquet file it should be; remove it, and it is fetched again"
         ) from error
     return (line.split() for line in table.column("text").to_pylist())  # a row a line, empty ones too
+
+
+# Bytes
+
+
+def _byte_corpus(source: str | Path | None, cache: Path | None) -> Corpus:
+    """Read anew each time: a byte needs no dictionary, and a hundred million are read in a second."""
+    if source == "enwik8":
+        names = [folder / name for folder in _named("enwik8") for name in ("enwik8", "enwik8.gz")]
+        file = next((path for path in names if path.is_file()), None)
+        if file is None:
+            raise LocaterError("enwik8 is not in $LOCATER_DATA, here or in data; give the path of the file")
+        name, splits = "enwik8", _cut(_bytes_of(file))
+    elif isinstance(source, str | os.PathLike) and Path(source).is_file():
+        name, splits = Path(source).name, _cut(_bytes_of(Path(source)))
+    else:
+        text = _find(source, cache)
+        name = text.name
+        splits = {split: np.concatenate([_plain_bytes(text, path) for path in text.files[split]]) for split in SPLITS}
+    words = _filled_up([*SPECIALS, *(f"0x{value:02x}" for value in range(256))])
+    return _corpus(name, words, {split: x.astype(_TOKEN) + len(SPECIALS) for split, x in splits.items()})
+
+
+def _plain_bytes(text: _Text, path: Path) -> NDArray[np.uint8]:
+    if text.read is not _parquet_lines:
+        return _bytes_of(path)
+    return np.frombuffer("".join(" ".join(line) + "\n" for line in text.read(path)).encode(), dtype=np.uint8)
+
+
+def _cut(whole: NDArray[np.uint8]) -> dict[str, NDArray[np.uint8]]:
+    twentieth = len(whole) // 20
+    ends = np.array_split(whole[len(whole) - 2 * twentieth :], 2)
+    return dict(zip(SPLITS, (whole[: len(whole) - 2 * twentieth], *ends), strict=True))
+
+
+def _bytes_of(path: Path) -> NDArray[np.uint8]:
+    try:
+        raw = path.read_bytes()
+        raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise LocaterError(f"cannot read {path}: {error}") from error
+    if len(raw) < 20:
+        raise LocaterError(f"{path} holds {len(raw)} bytes, too few for a text")
+    return np.frombuffer(raw, dtype=np.uint8)
 
 
 # From text to indices

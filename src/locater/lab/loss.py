@@ -27,6 +27,7 @@ __all__ = ["LossGradient", "loss_and_gradient", "losses"]
 
 _CHUNK_BYTES = 48 << 20  # of logits at a time: about what stays in a CPU's caches and allocator
 _KEPT_BYTES = 16 << 30  # of e at a time on a GPU
+_FEW = 2048  # words: so many, bytes among them, are no work on a GPU
 _NARROW = 64  # up to this width, making e again costs less than writing and reading it
 
 
@@ -38,6 +39,8 @@ class LossGradient(NamedTuple):
 
 def losses(x: Tensor, table: Tensor, targets: Tensor) -> Tensor:
     """−log softmax(x tableᵀ)[target] of every token, (E, N)."""
+    if _few_words(x, table):
+        return torch.cat([_logits(x[e], table[e], targets[e])[1] for e in _some_members(x, table)])
     shift = _target_logits(x, table, targets)
     if _by_kernels(x):
         z = _kernels.exp_logits(x, table, shift, product=False)[0]
@@ -58,6 +61,8 @@ def loss_and_gradient(
 ) -> LossGradient:
     """The losses, and the gradients of Σ weights · losses; the table's into `out` (E, V, D) where given."""
     gradient = torch.empty(table.shape, dtype=torch.float32, device=x.device) if out is None else out
+    if _few_words(x, table):
+        return _by_softmax(x, table, targets, weights, gradient)
     shift = _target_logits(x, table, targets)
     if _by_kernels(x):
         return _by_kernel(x, table, targets, weights, shift, gradient)
@@ -76,6 +81,42 @@ def loss_and_gradient(
             product = exponentials.mT @ scaled
             gradient[e] = product if rows.start == 0 else gradient[e] + product
     return LossGradient(z.log(), dx, gradient)
+
+
+def _by_softmax(x: Tensor, table: Tensor, targets: Tensor, weights: Tensor, gradient: Tensor) -> LossGradient:
+    """Members at once, their logits in memory: with few words there is nothing to gain by more."""
+    found, dx = torch.empty_like(weights), torch.empty_like(x)
+    for e in _some_members(x, table):
+        s, found[e] = _logits(x[e], table[e], targets[e])
+        p = s.softmax(-1)
+        p.scatter_add_(2, targets[e, :, None], p.new_full((), -1).expand(*targets[e].shape, 1))
+        p = (p * weights[e, :, None]).to(x.dtype)
+        dx[e] = torch.bmm(p, table[e])
+        gradient[e] = _wide_product(p.mT, x[e])
+    return LossGradient(found, dx, gradient)
+
+
+def _logits(x: Tensor, table: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits (E, N, V) in float32, and the losses."""
+    s = _wide_product(x, table.mT)
+    return s, s.logsumexp(-1) - s.gather(2, targets[..., None])[..., 0]
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """In float32, of half factors too."""
+    if a.dtype == torch.float32 or not a.is_cuda:
+        return torch.bmm(a.float(), b.float())
+    return torch.bmm(a, b, out_dtype=torch.float32)
+
+
+def _few_words(x: Tensor, table: Tensor) -> bool:
+    return x.is_cuda and table.shape[1] <= _FEW
+
+
+def _some_members(x: Tensor, table: Tensor) -> Iterator[slice]:
+    """As many at a time as have room for their logits."""
+    size = max(1, _KEPT_BYTES // (16 * x.shape[1] * table.shape[1]))
+    return (slice(start, start + size) for start in range(0, len(x), size))
 
 
 def _by_kernel(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from locater.lab._norm import add, add_norm, norm
 from locater.lab._random import dropout, site_key
 from locater.lab.config import ModelConfig
 from locater.lab.data import PAD
+from locater.lab.methods import Method
 from locater.qk import QK
 
 __all__ = [
@@ -35,8 +37,9 @@ __all__ = [
     "query_key_matrix",
 ]
 
-See = Callable[[int, Tensor, Tensor, Tensor], None]
-"""What a probe is: called for every layer with its number, input (E, N, D), queries and keys (E, B, H, T, ·)."""
+See = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
+"""What a probe is: called for every layer with its number, the residual stream before it and what its attention reads
+of that (E, N, D), queries and keys (E, B, H, T, ·)."""
 
 
 def body_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -51,6 +54,11 @@ def body_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes |= {at + "qkv.weight": (3 * d, d), at + "qkv.bias": (3 * d,)}
         shapes |= {at + "out.weight": (d, d), at + "out.bias": (d,)}
         shapes |= {at + "fc1.weight": (f, d), at + "fc1.bias": (f,), at + "fc2.weight": (d, f), at + "fc2.bias": (d,)}
+        if config.method == "qk-norm":
+            shapes |= {at + "q_gain": (config.head_width,), at + "k_gain": (config.head_width,)}
+        if config.method.startswith("sigma-reparam"):
+            ends = {"qkv": 3, "out": 1, "fc1": 1, "fc2": 1} if config.method == "sigma-reparam" else {"qkv": 2}
+            shapes |= {f"{at}{name}.gamma": (count,) for name, count in ends.items()}
         if config.norm != "none":
             for norm in ("attention_norm", "ffn_norm"):
                 shapes |= {at + norm + ".weight": (d,), at + norm + ".bias": (d,)}
@@ -69,6 +77,8 @@ def initial(config: ModelConfig, vocabulary: int, seed: int) -> dict[str, Tensor
 
     def draw(name: str, shape: tuple[int, ...]) -> Tensor:
         module, kind = name.split(".")[-2:]
+        if kind in ("gamma", "q_gain", "k_gain"):
+            return torch.ones(shape)  # until the method says otherwise
         if "norm" in module:
             return torch.ones(shape) if kind == "weight" else torch.zeros(shape)
         if module == "out":  # Xavier
@@ -136,8 +146,11 @@ def hidden_states(
     config: ModelConfig,
     drop: Dropout | None = None,
     see: See | None = None,
+    method: Method | None = None,
 ) -> Tensor:
     """(E, N, D), what the output table multiplies."""
+    method = method or Method(config, embedded)
+    p = method.weights(p)
     e, _, d = embedded.shape
     t = config.tokens
     place = positions(t, d, embedded.device).to(embedded.dtype)
@@ -158,11 +171,10 @@ def hidden_states(
     for i in range(config.layers):
         at = f"layers.{i}."
         q, k, v = _query_key_value(p, at, y, config)  # (E, B, H, T, ·)
+        q, k = method.compare(p, i, q, k)
         if see:
-            see(i, x, q, k)
-        q, k, v = (a.flatten(0, 1) for a in (q, k, v))  # (E·B, H, T, ·)
-        scale = 1 / math.sqrt(config.head_width)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+            see(i, x, y, q, k)
+        mixed = method.attend(q, k, v, 1 / math.sqrt(config.head_width))  # (E·B, H, T, ·)
         branch = _product(mixed.transpose(1, 2).reshape(e, -1, d), p[at + "out.weight"])
         after = {"post": at + "attention_norm", "pre": at + "ffn_norm", "none": None}[config.norm]
         x, y = close(branch, at + "out", x, 2 * i + 1, after)
@@ -174,7 +186,7 @@ def hidden_states(
         x, y = close(branch, at + "fc2", x, 2 * i + 2, after)
         x = y if config.norm == "post" else x
     if see:  # the hidden states after the last layer; they have no queries
-        see(config.layers, x, x.new_empty(0), x.new_empty(0))
+        see(config.layers, x, y, x.new_empty(0), x.new_empty(0))
     return y
 
 
@@ -182,8 +194,7 @@ def _query_key_value(p: Mapping[str, Tensor], at: str, x: Tensor, config: ModelC
     """(E, B, H, T, ·) each; products of queries and keys, over √K, are the logits."""
     (e, _, d), t, h = x.shape, config.tokens, config.heads
     if not config.joint_qk:
-        together = _linear(p, at + "qkv", x).view(e, -1, t, 3, h, d // h)
-        q, k, v = together.permute(3, 0, 1, 4, 2, 5)
+        q, k, v = _thirds(_linear(p, at + "qkv", x).view(e, -1, t, 3, h, d // h))
         return q, k, v
     queries = (x[:, None] @ p[at + "qk.weight"]).view(e, h, -1, t, d).transpose(1, 2)  # (x_queryᵀ W_QK) x_key
     keys = x.view(e, -1, 1, t, d).expand(-1, -1, h, -1, -1)
@@ -204,8 +215,46 @@ def _linear(p: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     weight, bias = p[name + ".weight"], p[name + ".bias"]
     if len(x) == 1:  # an ordinary product is faster than a batch of one
         return functional.linear(x[0], weight[0], bias[0])[None]
-    return torch.baddbmm(bias[:, None], x, weight.mT)
+    found: Tensor = _products(x, weight, bias)
+    return found
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    return functional.linear(x[0], weight[0])[None] if len(x) == 1 else torch.bmm(x, weight.mT)
+    found: Tensor = functional.linear(x[0], weight[0])[None] if len(x) == 1 else _products(x, weight, None)
+    return found
+
+
+class _Products(torch.autograd.Function):
+    """x wᵀ + bias of every model; autograd's own gradient of w would be a transposed one, to be copied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.biased = bias is not None
+        return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias[:, None], x, weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, *ups: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        (up,) = ups
+        return torch.bmm(up, weight), torch.bmm(up.mT, x), up.sum(1) if ctx.biased else None
+
+
+class _Thirds(torch.autograd.Function):
+    """Queries, keys and values (E, B, H, T, K), views of (E, B, T, 3, H, K); their gradients are copied once."""
+
+    @staticmethod
+    def forward(ctx: Any, together: Tensor) -> tuple[Tensor, ...]:
+        ctx.shape = together.shape
+        return tuple(together.permute(3, 0, 1, 4, 2, 5).unbind(0))
+
+    @staticmethod
+    def backward(ctx: Any, *ups: Any) -> Tensor:
+        out: Tensor = ups[0].new_empty(ctx.shape)
+        for i, up in enumerate(ups):
+            out[:, :, :, i].copy_(up.transpose(2, 3))
+        return out
+
+
+_products: Any = _Products.apply
+_thirds: Any = _Thirds.apply

@@ -58,18 +58,22 @@ class AdamW:
         return made
 
     @torch.no_grad()
-    def update(self, updates: Tensor, active: Tensor) -> None:
-        """One update of every model e with active[e]; `updates` (E,) counts them, this one included."""
+    def update(self, updates: Tensor, active: Tensor, rate: Tensor | None = None) -> None:
+        """One update of every model e with active[e]; `updates` (E,) counts them, this one included.
+
+        `rate` (E,) is the learning rates where they are not those of the start.
+        """
+        rate = self.learning_rate if rate is None else rate
         for s in self.segments if not self._each else ():
             value, gradient, first, second = (a.flatten(1) for a in (s.value, s.gradient, s.first, s.second))
             _kernels.adamw_(
                 value, gradient, first, second, None if s.low is s.value else s.low.flatten(1),
-                learning_rate=self.learning_rate, decay=self.decay, step=updates, active=active, betas=BETAS, eps=EPS,
+                learning_rate=rate, decay=self.decay, step=updates, active=active, betas=BETAS, eps=EPS,
             )  # fmt: skip
         for s, optimizer in self._each:
             for e, group in enumerate(optimizer.param_groups):
                 (value,) = group["params"]
-                value.grad = s.gradient[e] if active[e] else None
+                value.grad, group["lr"] = s.gradient[e] if active[e] else None, float(rate[e])
                 optimizer.state[value]["step"].fill_(updates[e] - 1)
             optimizer.step()
             if s.low is not s.value:

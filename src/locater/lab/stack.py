@@ -7,7 +7,8 @@ run that was never interrupted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,11 @@ from torch.nn import functional
 
 from locater.control import penalty_gradient
 from locater.errors import LocaterError
+from locater.lab._watchers import Begin, Watchers
 from locater.lab.config import Config, Member
 from locater.lab.data import EOS, PAD, Corpus
 from locater.lab.loss import loss_and_gradient, losses
+from locater.lab.methods import method_of
 from locater.lab.model import (
     Dropout,
     add_rows_,
@@ -31,7 +34,7 @@ from locater.lab.model import (
     query_key_matrix,
 )
 from locater.lab.optimizer import AdamW, Segment
-from locater.measure import attention_statistics, rank_residual
+from locater.measure import AttentionStatistics, attention_statistics, rank_residual
 from locater.qk import QK
 
 __all__ = ["Stack", "TokenBlocks", "check_sizes"]
@@ -99,6 +102,9 @@ class Stack:
 
         self.seeds = column([m.seed for m in self.members], torch.int64)
         rates = (column([getattr(m, name) for m in self.members], torch.float32) for name in ("learning_rate", "decay"))
+        self.method = method_of(shape, column([m.strength for m in self.members], torch.float32))
+        self.method.start(self.body(self.segments["body"].value), self.seeds)
+        self._copy_low()
         self._optimizer = AdamW(list(self.segments.values()), *rates)
         self._strengths = [
             column([getattr(m, name) for m in self.members], torch.float32)[:, None]
@@ -118,6 +124,7 @@ class Stack:
         self._batches = -(-self.train.count // config.batch)  # in an epoch
         self._epoch, self._order = -1, column([[0] * (self._batches * config.batch)] * e, torch.int64)
         self._within = torch.arange(config.batch, device=device)
+        self._watchers = Watchers(shape)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._warm = 0
         self._shuffle(0)
@@ -143,6 +150,17 @@ class Stack:
         tables = {name: s.value[e] for name, s in self.segments.items() if name != "body"}
         return tables | {name: value[e] for name, value in self.body(self.segments["body"].value).items()}
 
+    # ------------------------------------------------------------------ being observed
+
+    @property
+    def attention_modules(self) -> tuple[str, ...]:
+        """What `locater.observe` calls the attention of each layer."""
+        return tuple(f"layers.{i}" for i in range(self.config.model.layers))
+
+    def watch(self, begin: Begin) -> Callable[[], None]:
+        """`locater.observe` asks to be told of every forward; gives what ends it. Until then no update is replayed."""
+        return self._watchers.add(begin)
+
     # ------------------------------------------------------------------ an update
 
     def advance(self) -> None:
@@ -151,9 +169,9 @@ class Stack:
         On a GPU it is recorded once and then replayed: some hundred small operations would wait for their launches.
         """
         self._shuffle(self.step // self._batches)
-        if self._graph is not None:
+        if self._graph is not None and not self._watchers:  # what is replayed tells nobody
             self._graph.replay()
-        elif self.device.type == "cuda" and self._warm == _WARM_UP:
+        elif self.device.type == "cuda" and self._warm >= _WARM_UP and not self._watchers:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
                 self._advance()
@@ -180,8 +198,9 @@ class Stack:
         embedded = embed(table.low, inputs).requires_grad_()
         for value in low.values():
             value.requires_grad_()
+        self.method.refresh(self.body(self.segments["body"].value))
         with torch.enable_grad():
-            x = hidden_states(low, embedded, model, drop)
+            x = hidden_states(low, embedded, model, drop, self._watchers.probe(inputs), self.method)
         found = loss_and_gradient(x.detach(), self.output.low, targets, weights, self.output.gradient)
         up = found.x if config.precision != "fp16" else found.x * self.loss_scale[:, None, None]
         of_embedded, *of_body = torch.autograd.grad(x, [embedded, *low.values()], up.to(x.dtype))
@@ -203,8 +222,12 @@ class Stack:
     @torch.no_grad()
     def update(self) -> None:
         """Adds the penalty's gradient and updates; a member whose numbers are not finite skips, or breaks."""
+        if self.config.clip is not None:
+            self._clip_gradient(self.config.clip)
+        hold = self._hold()
         if self._regularised:
-            self._add_penalty_gradient()
+            self._add_penalty_gradient(hold)
+        rate = self._optimizer.learning_rate * self._schedule()
         self._clock += 1
         finite = torch.isfinite(self.losses) & self._finite & torch.isfinite(self.segments["body"].gradient.sum(1))
         intact = self.broke_at < 0
@@ -219,7 +242,30 @@ class Stack:
         self.updates += active
         self.loss_sum += torch.where(active, self.losses, 0).double()
         self.loss_count += active
-        self._optimizer.update(self.updates, active)
+        self._optimizer.update(self.updates, active, rate)
+        body = self.segments["body"]
+        if self.method.after_update(self.body(body.value), rate * active, hold) and body.low is not body.value:
+            low, values = self.body(body.low), self.body(body.value)
+            for layer in range(self.config.model.layers):
+                for kind in ("weight", "bias"):
+                    name = f"layers.{layer}.qkv.{kind}"
+                    low[name].copy_(values[name])
+
+    def _clip_gradient(self, most: float) -> None:
+        gradients = [s.gradient.flatten(1) for s in self.segments.values()]
+        norm = torch.stack([torch.linalg.vector_norm(g, dim=1) for g in gradients]).square().sum(0).sqrt()
+        factor = (most / norm).clamp(max=1)[:, None]
+        for gradient in gradients:
+            gradient *= factor
+
+    def _schedule(self) -> Tensor:
+        """What the learning rates are multiplied by at the update the clock is at."""
+        config = self.config
+        at = (self._clock + 1).float()
+        whole = max(1, config.steps - config.warmup)
+        done = ((at - config.warmup) / whole).clamp(0, 1)
+        cosine = config.final_rate + (1 - config.final_rate) * (1 + torch.cos(math.pi * done)) / 2
+        return cosine * (at / config.warmup).clamp(max=1) if config.warmup else cosine
 
     def _update_loss_scale(self, finite: Tensor) -> None:
         counted = torch.where(finite, self.good_steps + 1, 0)
@@ -227,12 +273,18 @@ class Stack:
         self.good_steps.copy_(torch.where(grow, 0, counted))
         self.loss_scale *= torch.where(finite, torch.where(grow, 2.0, 1.0), 0.5)
 
-    def _add_penalty_gradient(self) -> None:
+    def _hold(self) -> Tensor:
+        """1, and down to 0 over the last part of the training in which methods let go."""
+        left = (self.config.steps - self._clock.float()) / self.config.steps
+        return (left / self.config.release).clamp(max=1) if self.config.release else torch.ones_like(left)
+
+    def _add_penalty_gradient(self, hold: Tensor) -> None:
         model = self.config.model
+        scale, mean, target = self._strengths
         body = self.segments["body"]
         values, gradients = self.body(body.value), self.body(body.gradient)
         for layer in range(model.layers):
-            of_q, of_k = penalty_gradient(query_key_matrix(values, layer, model), *self._strengths)
+            of_q, of_k = penalty_gradient(query_key_matrix(values, layer, model), scale * hold, mean * hold, target)
             at = f"layers.{layer}."
             if model.joint_qk:
                 gradients[at + "qk.weight"] += of_k
@@ -282,7 +334,8 @@ class Stack:
         inputs, targets = self.valid(blocks.expand(len(self), -1))
         low = self.body(self.segments["body"].low)
         embedded = embed(self.segments["embedding"].low, inputs)
-        return hidden_states(low, embedded, self.config.model, see=see), targets
+        probe, method = self._watchers.probe(inputs, see), self.method.at_inference()
+        return hidden_states(low, embedded, self.config.model, see=probe, method=method), targets
 
     def _valid_loss(self) -> Tensor:
         """(E,): the mean over the tokens of the validation text."""
@@ -300,13 +353,15 @@ class Stack:
 
     def _spectrum(self) -> dict[str, Tensor]:
         """Traces of W_QK, (E, L, H)."""
-        values = self.body(self.segments["body"].value)
+        values = self.method.at_inference().weights(self.body(self.segments["body"].value))
         layers = [query_key_matrix(values, i, self.config.model) for i in range(self.config.model.layers)]
         found = {
             name: torch.stack([getattr(qk, name)() for qk in layers], dim=1)
             for name in ("trace", "scale", "trace_square")
         }
-        if self.step == self.config.steps:  # the whole spectrum once, at the end: (E, L, H, K, 2), real and imaginary
+        if (
+            self.config.details and self.step == self.config.steps
+        ):  # the whole spectrum once, at the end: (E, L, H, K, 2), real and imaginary
             broken = ~torch.isfinite(self.segments["body"].value.sum(1))  # these have none
             whole = [QK(*(w.masked_fill(broken[:, None, None, None], 0) for w in (qk.w_q, qk.w_k))) for qk in layers]
             found["eigenvalues"] = torch.view_as_real(torch.stack([qk.eigenvalues() for qk in whole], dim=1))
@@ -320,22 +375,37 @@ class Stack:
         residual: list[Tensor] = []
         count = min(self.config.probe_blocks, self.valid.whole)
 
-        def see(layer: int, x: Tensor, q: Tensor, k: Tensor) -> None:
+        def see(layer: int, x: Tensor, _: Tensor, q: Tensor, k: Tensor) -> None:
             residual.append(rank_residual(x.unflatten(1, (-1, model.tokens))).mean(1))
             if layer == model.layers:
                 return
             # members beside heads: both are apart from the batch
             q, k = (a.transpose(0, 1).flatten(1, 2) for a in (q, k))  # (B, E·H, T, ·)
-            found = attention_statistics(q, k, causal=True, scale=model.head_width**-0.5)
+            found = self._statistics(q, k)
             by_member = (len(self), model.heads)
             heads["entropy"].append(found.entropy.mean((0, 2)).view(by_member))
             heads["max_logit"].append(found.max_logit.amax((0, 2)).view(by_member))
             heads["rho"].append(found.rho.view(*by_member, -1))
 
         self._forward(torch.arange(count, device=self.device), see)
+        if not self.config.details:
+            del heads["rho"]
         return {name: torch.stack(parts, dim=1) for name, parts in heads.items()} | {
             "rank_residual": torch.stack(residual, dim=1)
         }
+
+    def _statistics(self, q: Tensor, k: Tensor) -> AttentionStatistics:
+        """Of queries and keys (B, E·H, T, ·)."""
+        scale, heads = self.config.model.head_width**-0.5, self.config.model.heads
+        caps = [self.method.cap(e) for e in range(len(self))]
+        if caps[0] is None:
+            return attention_statistics(q, k, causal=True, scale=scale)
+        parts = [
+            attention_statistics(*(x[:, e * heads : (e + 1) * heads] for x in (q, k)), scale=scale, softcap=cap)
+            for e, cap in enumerate(caps)
+        ]
+        entropy, top, lse = (torch.cat(x, dim=1) for x in list(zip(*parts, strict=True))[:3])
+        return AttentionStatistics(entropy, top, lse, torch.cat([part.rho for part in parts]))
 
     # ------------------------------------------------------------------ going on
 
@@ -344,6 +414,7 @@ class Stack:
     def state(self) -> dict[str, Tensor]:
         """All that is carried from step to step."""
         tensors = {f"{name}.{key}": value for name, s in self.segments.items() for key, value in s.state().items()}
+        tensors |= {f"method.{name}": value for name, value in self.method.state().items()}
         return tensors | {name: getattr(self, name) for name in self._COUNTERS} | {"step": torch.tensor(self.step)}
 
     @torch.no_grad()
@@ -360,6 +431,10 @@ class Stack:
             tensor.copy_(state[name])
         self.step = int(state["step"])
         self._clock.fill_(self.step)
+        self.method.settle(self.body(self.segments["body"].value))
+        self._copy_low()
+
+    def _copy_low(self) -> None:
         for segment in self.segments.values():
             if segment.low is not segment.value:
                 segment.low.copy_(segment.value)

@@ -96,7 +96,7 @@ def sweep(
         plan.write()
         run_on_cluster(plan, address=address, device=device, watch=tell)
         return plan
-    corpus = load_corpus(config.data, vocabulary=config.vocabulary)
+    corpus = load_corpus(config.data, unit=config.unit, vocabulary=config.vocabulary)
     check_sizes(config, corpus)  # before anything is written
     plan.write()
     for group in plan.groups:

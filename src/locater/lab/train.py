@@ -70,7 +70,7 @@ def train(
     if not members or len(set(names)) < len(names):
         raise LocaterError(f"a run needs members whose names differ, got {', '.join(names) or 'none'}")
     place = _device(device)
-    corpus = corpus or load_corpus(config.data, vocabulary=config.vocabulary)
+    corpus = corpus or load_corpus(config.data, unit=config.unit, vocabulary=config.vocabulary)
     folder = Path(folder)
     probed = min(config.probe_blocks, len(corpus.splits["valid"]) // config.model.tokens)
     run = Run(folder, config, members, _about(corpus, place) | {"probed": probed} | (about or {}))

@@ -1,15 +1,19 @@
 """Where attention does look: statistics of queries and keys, and of hidden states."""
 
+from locater.measure._moments import Covariances
 from locater.measure.attention import AttentionStatistics, attention_statistics, signal_propagation
+from locater.measure.largest import max_logits
 from locater.measure.observe import Observation, observe
 from locater.measure.predict import Prediction, predict
 from locater.measure.tokens import rank_residual
 
 __all__ = [
     "AttentionStatistics",
+    "Covariances",
     "Observation",
     "Prediction",
     "attention_statistics",
+    "max_logits",
     "observe",
     "predict",
     "rank_residual",

@@ -16,7 +16,7 @@ from torch.nn import functional
 from locater.errors import LocaterError
 from locater.measure.attention import AttentionStatistics, attention_statistics, signal_propagation
 
-__all__ = ["Call", "of_interface", "of_logits", "of_multihead", "of_sdpa"]
+__all__ = ["Call", "of_interface", "of_logits", "of_multihead", "of_sdpa", "of_stack"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Call:
     key_mask: Tensor | None = None  # (B, Tk)
     bias: Tensor | None = None  # (B or 1, H or 1, Tq or 1, Tk), boolean or added
     real: Tensor | None = None  # (B, Tq): False where the query is padding
+    tokens: slice | None = None  # of all of a forward's, where those of several sequences are packed into one
+    members: int = 1  # models that the sequences belong to, as many to each, one model's after the other's
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -52,8 +54,8 @@ class Call:
         )
 
     def without_empty(self) -> Call | None:
-        """Without the sequences that are nothing but padding."""
-        if self.real is None:
+        """Without the sequences that are nothing but padding; of several members all stay, for each to have as many."""
+        if self.real is None or self.members > 1:
             return self
         kept = self.real.any(1)
         if kept.all():
@@ -80,7 +82,7 @@ class Call:
         place = torch.arange(tk - tq, tk, device=self.q.device)
         after = place + 1 if self.causal else place + (self.window or tk)
         first = place - (self.window or tk) + 1
-        keys = torch.ones(1, tk, device=self.q.device) if self.key_mask is None else self.key_mask
+        keys = place.new_ones(1, tk) if self.key_mask is None else self.key_mask
         before = functional.pad(keys.cumsum(1), (1, 0))  # keys before each place
         return (before[:, after.clamp(max=tk)] - before[:, first.clamp(min=0)])[:, None]
 
@@ -165,6 +167,8 @@ def of_interface(implementation: str, arguments: Mapping[str, Any], *, cross: bo
     window, causal = arguments.get("sliding_window"), arguments.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
+    if implementation == "flex_attention":  # its mask says all
+        return [_masked(call, _of_blocks(mask, call), added=added, cross=cross, window=window)]
     if "flash" in implementation:
         return _flash(replace(call, causal=bool(causal) and q.shape[2] > 1, window=window), arguments)
     if implementation != "eager" and mask is None and causal and q.shape[2] > 1:
@@ -190,6 +194,12 @@ def of_logits(logits: Tensor, *, cross: bool) -> Call:
     b, h, tq, tk = logits.shape
     q, k = logits.new_zeros(b, h, tq, 1), logits.new_zeros(b, 1, tk, 1)
     return Call(q, k, 1.0, bias=logits, real=_real_queries(visible(logits), b, cross=cross))
+
+
+def of_stack(q: Tensor, k: Tensor, scale: float, real: Tensor) -> Call:
+    """Causal attention of the members of a stack: q and k (E, B, H, T, ·), real (E, B, T)."""
+    q, k, together = (x.detach().flatten(0, 1) for x in (q, k, real))
+    return Call(q, k, scale, causal=True, real=together, members=len(real))
 
 
 @torch.no_grad()
@@ -234,6 +244,16 @@ def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return other if one is None else one if other is None else one + other
 
 
+def _of_blocks(mask: Any, call: Call) -> Tensor | None:
+    """FlexAttention's mask, a function of places, as booleans (B or 1, H or 1, Tq, Tk); a tensor, added, stays one."""
+    if mask is None or isinstance(mask, Tensor):
+        return mask
+    from torch.nn.attention.flex_attention import create_mask
+
+    (b, h, *_), (_, _, tq, tk) = mask.shape, call.sizes
+    return create_mask(mask.mask_mod, b, h, tq, tk, device=str(call.q.device))
+
+
 def _top_left_causal(call: Call, added: Tensor | None) -> Call:
     """torch's causal flag: query i sees keys 0 to i, whatever the lengths."""
     _, _, tq, tk = call.sizes
@@ -264,7 +284,7 @@ def _flash(call: Call, arguments: Mapping[str, Any]) -> list[Call]:
     q, k = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (call.q, call.k))
     bounds, key_bounds = (x.tolist() if isinstance(x, Tensor) else x for x in (starts, key_starts))
     return [
-        replace(call, q=q[:, :, a:b], k=k[:, :, c:d])
+        replace(call, q=q[:, :, a:b], k=k[:, :, c:d], tokens=slice(a, b))
         for a, b, c, d in zip(bounds, bounds[1:], key_bounds, key_bounds[1:], strict=False)
         if b > a and d > c
     ]

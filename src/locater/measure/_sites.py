@@ -7,20 +7,49 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
 from locater.errors import LocaterError
+from locater.measure._compiling import HOW, compiled_parts, plain_name
 from locater.models import attentions
 from locater.models.families import generic
 from locater.models.registry import family
 
-__all__ = ["Place", "places"]
+__all__ = ["Place", "Stacked", "Tell", "places"]
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 HEARD = {"softmax", "Softmax", "scaled_dot_product_attention"}
 CROSS = re.compile(r"cross|encoder_attn|EncDec|multihead_attn", re.IGNORECASE)
+
+
+Tell = Callable[[int, Tensor, Tensor, Tensor, float], None]
+"""Told of a layer: its number, what enters its attention (E, B, T, D), queries and keys (E, B, H, T, ·), scale."""
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+@runtime_checkable
+class Stacked(Protocol):
+    """Models of one shape that run as one program and tell of their causal attention themselves, as the lab's do."""
+
+    @property
+    def members(self) -> Sequence[Named]: ...
+
+    @property
+    def attention_modules(self) -> Sequence[str]:
+        """A name a layer."""
+
+    def watch(self, begin: Callable[[Tensor], Tell | None]) -> Callable[[], None]:
+        """Asks `begin`, as each forward begins, who is to be told of it; gives what ends that.
+
+        `begin` is given where the tokens (E, B, T) are no padding. An update that cannot tell, a recorded one, must
+        run in a way that can.
+        """
 
 
 @dataclass(frozen=True)
@@ -28,11 +57,13 @@ class Place:
     """An attention module of the model, and how it can be observed."""
 
     name: str
-    module: nn.Module
+    module: Any  # an nn.Module; of a stack, the stack
     layer: int
     kind: str
-    way: Literal["interface", "torch", "multihead"]  # through Hugging Face's table, torch's functions, nn's own module
+    # through Hugging Face's table, torch's functions, nn's own module; or it tells by itself
+    way: Literal["interface", "torch", "multihead", "told"]
     encoder_layer: nn.TransformerEncoderLayer | None = None  # around a "multihead", which it may bypass
+    members: tuple[str, ...] = ()  # of a stack of several
 
     @property
     def cross(self) -> bool:
@@ -53,8 +84,15 @@ class Place:
                 yield name, table._local_mapping, name, table[name]
 
 
-def places(model: nn.Module, layers: Sequence[int] | None = None) -> list[Place]:
+def places(model: nn.Module | Stacked, layers: Sequence[int] | None = None) -> list[Place]:
     """The attention modules of these layers (all), in the model's order; LocaterError if one cannot be observed."""
+    if isinstance(model, Stacked):
+        names = tuple(member.name for member in model.members)
+        stacked = [
+            Place(name, model, layer, "self", "told", members=names if len(names) > 1 else ())
+            for layer, name in enumerate(model.attention_modules)
+        ]
+        return _of_layers(stacked, layers)
     if not isinstance(model, nn.Module):
         raise LocaterError(f"expected a torch module to observe, got {type(model).__name__}")
     ways: dict[str, tuple[nn.Module, Literal["interface", "torch", "multihead"]]] = {}
@@ -72,14 +110,14 @@ def places(model: nn.Module, layers: Sequence[int] | None = None) -> list[Place]
     if not inner:
         raise LocaterError(_nothing_found(model))
     around = {id(layer.self_attn): layer for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer)}
-    known = _known(model)
+    known, compiled = _known(model), compiled_parts(model)
     found = []
     for name, (module, way) in inner.items():
         layer, kind = known.get(name) or (_layer(name), _kind(name))
-        found.append(Place(name, module, layer, kind, way, around.get(id(module))))
+        found.append(Place(plain_name(name), module, layer, kind, way, around.get(id(module))))
     chosen = _of_layers(found, layers)
     for place in chosen:
-        _check(place)
+        _check(place, is_compiled=id(place.module) in compiled)
     return chosen
 
 
@@ -144,9 +182,11 @@ def _implementation(module: nn.Module) -> str:
     return str(getattr(getattr(module, "config", None), "_attn_implementation", None) or "eager")
 
 
-def _check(place: Place) -> None:
+def _check(place: Place, *, is_compiled: bool) -> None:
     why_not = {"interface": _why_not_interface, "torch": _why_not_torch, "multihead": _why_not_multihead}[place.way]
     reason, kind = why_not(place.module), type(place.module).__name__
+    if reason is None and is_compiled and place.way != "interface":
+        reason = f"torch.compile has compiled it, and such code does not tell of its attention; {HOW}"
     if reason is not None:
         raise LocaterError(f"{place.name or kind} ({kind}) cannot be observed: {reason}")
 
@@ -155,7 +195,7 @@ def _why_not_interface(module: nn.Module) -> str | None:
     if isinstance(getattr(module, "sinks", None), nn.Parameter):
         return "it has attention sinks, logits that belong to no key; layers without them can be, chosen with layers=…"
     used = _implementation(module)
-    if used == "eager" or "sdpa" in used or ("flash" in used and not used.startswith("paged|")):
+    if used in ("eager", "flex_attention") or "sdpa" in used or ("flash" in used and not used.startswith("paged|")):
         return None
     return f'how {used!r} reads its mask is not known; model.set_attn_implementation("sdpa"), or "eager", would do'
 

@@ -17,7 +17,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class HeadTally:
-    """Sums over the queries that are no padding, (H,) each, and over sequences for ρ."""
+    """Sums over the queries that are no padding, (H,) each, and over sequences for ρ; E·H heads of E members."""
 
     def __init__(self) -> None:
         self.queries: Tensor | None = None  # how many
@@ -37,13 +37,13 @@ class HeadTally:
         if found is None:
             return
         s = found.statistics()
-        counts = s.logsumexp > -math.inf
+        counts = s.logsumexp != -math.inf  # a query that sees a key; what is not a number shows in the sums
         if found.real is not None:
             counts &= found.real[:, None]
         keys = found.visible_keys().expand_as(counts)
         has_share = counts & (keys > 1)
         share = s.entropy / keys.clamp(min=2).log()
-        old = self.queries is not None
+        old, members = self.queries is not None, (found.members, -1)
         for name, values, where in (
             ("queries", torch.ones_like(s.entropy), counts),
             ("_entropy", s.entropy, counts),
@@ -51,12 +51,12 @@ class HeadTally:
             ("_chosen", torch.ones_like(s.entropy), has_share),
             ("_logsumexp", s.logsumexp, counts),
         ):
-            total = torch.where(where, _wide(values), 0).sum((0, 2))
+            total = torch.where(where, _wide(values), 0).sum(2).unflatten(0, members).sum(1).flatten()
             setattr(self, name, getattr(self, name) + total if old else total)
-        top = torch.where(counts, s.max_logit, -math.inf).amax((0, 2))
+        top = torch.where(counts, s.max_logit, -math.inf).amax(2).unflatten(0, members).amax(1).flatten()
         self._max_logit = torch.maximum(self._max_logit, top) if old else top
         for query in queries:
-            z = found.signal_propagation(query)
+            z = found.signal_propagation(query).unflatten(0, members).transpose(0, 1).flatten(1, 2)  # (B, E·H, Tk)
             self._inside[query] = _padded_sum(self._inside.get(query), z.nan_to_num(0).sum(0))
             self._seeing[query] = _padded_sum(self._seeing.get(query), (~z.isnan()).to(z.dtype).sum(0))
 
@@ -88,11 +88,11 @@ class TokenTally:
     """Sums over sequences of how alike their hidden states are."""
 
     def __init__(self) -> None:
-        self._sums: Tensor | None = None  # (4,): the three of `columns`, and how many sequences
+        self._sums: Tensor | None = None  # (4, E): the three of `columns`, and how many sequences
 
     @torch.no_grad()
-    def add(self, x: Tensor, real: Tensor | None) -> None:
-        """Hidden states (B, T, D); sequences of fewer than two tokens have no likeness and do not count."""
+    def add(self, x: Tensor, real: Tensor | None, members: int = 1) -> None:
+        """Hidden states (B, T, D), or (E·B, T, D) of E members; sequences of fewer than two tokens do not count."""
         if x.ndim != 3 or x.shape[1] < 2:
             return
         x = x.detach().float() if x.element_size() < 4 else x.detach()
@@ -116,13 +116,13 @@ class TokenTally:
                 torch.ones_like(total),
             ]
         )
-        sums = torch.where(counts, _wide(values), 0).sum(1)
+        sums = torch.where(counts, _wide(values), 0).unflatten(1, (members, -1)).sum(2)
         self._sums = sums if self._sums is None else self._sums + sums
 
-    def columns(self) -> dict[str, float] | None:
+    def columns(self, member: int = 0) -> dict[str, float] | None:
         if self._sums is None:
             return None
-        rank_residual, effective_rank, cosine, sequences = self._sums.tolist()
+        rank_residual, effective_rank, cosine, sequences = self._sums[:, member].tolist()
         if not sequences:
             return None
         return {

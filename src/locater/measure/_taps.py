@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from locater.measure._compiling import untraced
+
 __all__ = ["Listener", "tap"]
 
 Arguments: TypeAlias = Mapping[str, Any]
@@ -58,17 +60,22 @@ class _Tap:
         entries = vars(owner) if isinstance(owner, type) else owner
         self.held, self.before = name in entries, entries.get(name)
 
+        tell = untraced(self._tell)
+
         @functools.wraps(original)
         def told(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            first = args[0] if args else next(iter(kwargs.values()), None)
-            for listener in self.listeners:
-                if listener.wants(first):
-                    listener.tell(_named(original, args, kwargs))
+            tell(original, args, kwargs)
             return result
 
         self.told = told
         self._put(told)
+
+    def _tell(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        for listener in self.listeners:
+            if listener.wants(first):
+                listener.tell(_named(original, args, kwargs))
 
     def _put(self, function: Any) -> None:
         if isinstance(self.owner, type):

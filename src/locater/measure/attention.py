@@ -2,7 +2,7 @@
 
 Two implementations: blocks of logits in PyTorch, which run anywhere and are the reference, and a Triton kernel
 (`_kernels`) on NVIDIA's GPUs. Both keep three numbers for each query while they pass over the keys: the maximum m so
-far, ℓ = Σ e^(s − m) and w = Σ e^(s − m) (s − m). The logsumexp is m + ln ℓ, the entropy ln ℓ − w / ℓ.
+far, ℓ = Σ e^(s − m) and w = Σ e^(s − m) (s − m). The logsumexp is m + ln ℓ, the entropy ln ℓ − w / ℓ. See `_blocks`.
 
 Legend: B batch, H query heads, G key heads (H a multiple of G), R = H / G, K head width, Tq queries, Tk keys.
 """
@@ -10,7 +10,7 @@ Legend: B batch, H query heads, G key heads (H a multiple of G), R = H / G, K he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -19,14 +19,14 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 from locater.measure import _kernels
+from locater.measure._blocks import Sums, counted_from, cut_from, shares, slices, within
 
 __all__ = ["AttentionStatistics", "Bias", "attention_statistics", "signal_propagation"]
 
 Bias: TypeAlias = Tensor | Callable[[slice, slice], Tensor]
 
-_BLOCK = 1024  # queries and keys of a block, at most, on a CPU
+_BLOCK = 2048  # queries and keys of a block, at most
 _CPU_LOGITS, _LOGITS = 1 << 20, 1 << 24  # in a block: smaller ones are no faster, and slow where cores are shared
-_NOTHING = -1e3  # e^this is 0, in float64 too; and unlike −∞ it may be multiplied by 0
 
 
 class AttentionStatistics(NamedTuple):
@@ -176,43 +176,39 @@ class _Attention:
 
     # ------------------------------------------------------------------ blocks of logits
 
-    def _logits(
-        self,
-        out: Tensor,
-        q: Tensor,
-        place: Tensor,
-        batch: slice,
-        groups: slice,
-        columns: slice,
-        bias: Tensor | None,
-        whole: bool,
-    ) -> Tensor:
-        """Logits (b, h, n, c) of q (b, h, n, K) at `place` (b or 1, n), in the memory of `out`.
-
-        −∞ where a key is hidden; if `whole`, none is because of its place.
-        """
-        keys = self.k[batch, groups, columns].to(self._wide).flatten(0, 1)  # (b·g, c, K)
-        left = q.to(self._wide).reshape(len(keys), -1, q.shape[3])  # (b·g, R·n, K): a group's heads share its keys
+    def _products(self, out: Tensor, q: Tensor, keys: Tensor) -> Tensor:
+        """Scaled products (b, h, n, c) of q (b, h, n, K) with keys (b, g, c, K), in the memory of `out`."""
+        keys = keys.flatten(0, 1)
+        left = q.to(keys.dtype).reshape(len(keys), -1, q.shape[3])  # (b·g, R·n, K): a group's heads share its keys
         shape = (*q.shape[:3], keys.shape[1])
         s = out[: math.prod(shape)].view(*left.shape[:2], shape[3])
         with torch.autocast(q.device.type, enabled=False):
             # half numbers are exact in TF32, should that be allowed, but not after scaling
-            s = torch.baddbmm(s, left, keys.mT, beta=0, alpha=self.view.scale, out=s).view(shape)
-        if self.view.softcap is not None:
-            s.div_(self.view.softcap).tanh_().mul_(self.view.softcap)
-        column = torch.arange(columns.start, columns.stop, device=s.device)
-        if self.view.slopes is not None:
-            slopes = self.view.slopes[self._heads(groups)].to(s.dtype)
+            return torch.baddbmm(s, left, keys.mT, beta=0, alpha=self.view.scale, out=s).view(shape)
+
+    def _finish_(
+        self, s: Tensor, place: Tensor, batch: slice, heads: slice, columns: slice, bias: Tensor | None
+    ) -> Tensor:
+        """Makes logits of products (b, h, n, c) of queries at `place` (b or 1, n), −∞ where bias or mask hide a key."""
+        view = self.view
+        if view.softcap is not None:
+            s.div_(view.softcap).tanh_().mul_(view.softcap)
+        if view.slopes is not None:
+            slopes, column = view.slopes[heads].to(s.dtype), torch.arange(columns.start, columns.stop, device=s.device)
             s.addcmul_(slopes[:, None, None], (place[:, None, :, None] - column).abs().to(s.dtype), value=-1)
         if bias is not None:
             s += bias
-        if not whole and self.view.left is not None:
-            s.masked_fill_(column < place[:, None, :, None] - self.view.left, -math.inf)
-        if not whole and self.view.right is not None:
-            s.masked_fill_(column > place[:, None, :, None] + self.view.right, -math.inf)
-        if self.view.key_mask is not None:
-            s.masked_fill_(~self.view.key_mask[batch, None, None, columns], -math.inf)
+        if view.key_mask is not None:
+            s.masked_fill_(~view.key_mask[batch, None, None, columns], -math.inf)
         return s
+
+    def _hide_(self, s: Tensor, place: Tensor, columns: slice) -> None:
+        """−∞ where a key (b, h, n, c) is hidden by its distance from the query at `place` (b or 1, n)."""
+        column, place = torch.arange(columns.start, columns.stop, device=s.device), place[:, None, :, None]
+        if self.view.left is not None:
+            s.masked_fill_(column < place - self.view.left, -math.inf)
+        if self.view.right is not None:
+            s.masked_fill_(column > place + self.view.right, -math.inf)
 
     def _heads(self, groups: slice) -> slice:
         per_group = self.q.shape[1] // self.k.shape[1]
@@ -234,7 +230,7 @@ class _Attention:
                 f"bias must be floating point or boolean, on {self.q.device}, got {given.dtype} on {given.device}"
             )
         given = given[(None,) * (4 - given.ndim)]
-        block = given[tuple(slice(None) if size == 1 else one for size, one in zip(given.shape, cut, strict=True))]
+        block = cut_from(given, cut)
         if block.dtype == torch.bool:
             return torch.zeros_like(block, dtype=self._wide).masked_fill_(~block, -math.inf)
         return block.to(self._wide).masked_fill(block <= torch.finfo(block.dtype).min / 2, -math.inf)
@@ -245,62 +241,77 @@ class _Attention:
         """Entropy, largest logit and logsumexp (B, H, Tq)."""
         q, result = self.q, self._result
         entropy, top, lse = (torch.empty(q.shape[:3], dtype=result, device=q.device) for _ in range(3))
-        pieces = list(self._pieces())
-        batch, groups, rows = pieces[0]  # none is larger
-        block = q[batch, self._heads(groups), rows, 0].numel() * min(self._columns, self.k.shape[2])
-        buffers = torch.empty(2, block, dtype=self._wide, device=q.device)
-        for batch, groups, rows in pieces:
-            where = (batch, self._heads(groups), rows)
-            m, total, weighted = self._pass(buffers, batch, groups, rows)
-            blind = m == -math.inf
-            entropy[where] = (total.log() - weighted / total).masked_fill_(blind, 0)
-            top[where] = m
-            lse[where] = m + total.log()
+        batch, groups, queries = self._sizes()
+        columns = min(_BLOCK, self.k.shape[2])
+        per_group = self.q.shape[1] // self.k.shape[1]
+        buffer = torch.empty(batch * groups * per_group * queries * columns, dtype=self._wide, device=q.device)
+        for some in slices(0, len(q), batch):
+            for group in slices(0, self.k.shape[1], groups):
+                where = (some, self._heads(group))
+                sums = self._pass(buffer, some, group, queries)
+                entropy[where] = (sums.total.log() - sums.weighted / sums.total).masked_fill_(sums.m == -math.inf, 0)
+                top[where] = sums.m
+                lse[where] = sums.m + sums.total.log()
         return entropy, top, lse
 
-    def _pieces(self) -> Iterator[tuple[slice, slice, slice]]:
-        """Batch, key heads and queries of a piece, such that a block of its logits fits the budget."""
+    def _sizes(self) -> tuple[int, int, int]:
+        """How many sequences, key heads and queries a block of logits has that fits the budget."""
         (b, h, tq, _), (_, g, tk, _) = self.q.shape, self.k.shape
-        per_group, columns = h // g, min(tk, self._columns)
-        n = max(1, min(tq, self._columns, self._budget // (columns * per_group)))
-        groups = max(1, min(g, self._budget // (columns * per_group * n)))
-        batch = max(1, min(b, self._budget // (columns * per_group * n * groups)))
-        for one in _slices(0, b, batch):
-            for some in _slices(0, g, groups):
-                for rows in _slices(0, tq, n):
-                    yield one, some, rows
+        per_group, columns = h // g, min(tk, _BLOCK)
+        queries = max(1, min(tq, _BLOCK, self._budget // (columns * per_group)))
+        groups = max(1, min(g, self._budget // (columns * per_group * queries)))
+        return max(1, min(b, self._budget // (columns * per_group * queries * groups))), groups, queries
 
-    @property
-    def _columns(self) -> int:
-        return _BLOCK if self.q.device.type == "cpu" else 2 * _BLOCK
-
-    def _pass(self, buffers: Tensor, batch: slice, groups: slice, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """m, ℓ and w of a piece, over blocks of the keys that one of its queries sees; two blocks fit the buffers."""
+    def _pass(self, buffer: Tensor, batch: slice, groups: slice, queries: int) -> Sums:
+        """Of all queries of some sequences and heads, by blocks that fit the buffer, of so many queries each."""
         tq, tk, left, right = self.q.shape[2], self.k.shape[2], self.view.left, self.view.right
-        first, last = rows.start + tk - tq, rows.stop - 1 + tk - tq
-        low = 0 if left is None else max(0, first - left)
-        high = tk if right is None else min(tk, last + right + 1)
-        heads, place = self._heads(groups), torch.arange(first, last + 1, device=self.q.device)[None]
-        q = self.q[batch, heads, rows].to(self._wide)
-        m = q.new_full(q.shape[:3], -math.inf)
-        total, weighted = torch.zeros_like(m), torch.zeros_like(m)
-        for columns in _slices(low, high, self._columns):
-            whole = (left is None or columns.start >= last - left) and (
-                right is None or columns.stop - 1 <= first + right
-            )
-            bias = None if self.bias is None else self._bias(self.bias, batch, heads, rows, columns)
-            s = self._logits(buffers[0], q, place, batch, groups, columns, bias, whole)
-            new = torch.maximum(m, s.amax(-1))
-            shift = new.masked_fill(new == -math.inf, 0)  # a query that saw nothing yet
-            growth = (m - shift).clamp_(min=_NOTHING)
-            shrink = growth.exp()
-            s -= shift[..., None]
-            p = torch.exp(s, out=buffers[1, : s.numel()].view_as(s))
-            total_before, total = total, total * shrink + p.sum(-1)
-            p *= s if whole and bias is None and self.view.key_mask is None else s.clamp_(min=_NOTHING)
-            weighted = (weighted + growth * total_before) * shrink + p.sum(-1)
-            m = new
-        return m, total, weighted
+        heads, ahead = self._heads(groups), tk - tq  # the place of the first query
+        q = self.q[batch, heads]
+        sums = Sums(q.shape[:3], self._wide, q.device)
+        for keys in slices(0, tk, _BLOCK):
+            k = self.k[batch, groups, keys].to(self._wide)
+            low = 0 if right is None else max(0, keys.start - right - ahead)
+            high = tq if left is None else min(tq, keys.stop + left - ahead)
+            for rows in slices(low, high, queries):  # those that see one of the keys
+                columns = self._seen(rows, keys)
+                s = self._products(buffer, q[:, :, rows], k[:, :, counted_from(keys, columns)])
+                sums.add((slice(None), slice(None), rows), self._of_block(s, batch, heads, rows, columns))
+        return sums
+
+    def _of_block(self, s: Tensor, batch: slice, heads: slice, rows: slice, columns: slice) -> Sums:
+        """Of one block of products (b, h, n, c), which are overwritten."""
+        bias = None if self.bias is None else self._bias(self.bias, batch, heads, rows, columns)
+        ahead, masked = self.k.shape[2] - self.q.shape[2], bias is not None or self.view.key_mask is not None
+        block = Sums(s.shape[:3], s.dtype, s.device)
+        for part in shares(s.shape, s.device):
+            b, h, n = (within(outer, inner) for outer, inner in zip((batch, heads, rows), part, strict=True))
+            seen = self._seen(n, columns)
+            if seen.start >= seen.stop:
+                continue
+            cut = (*part, counted_from(columns, seen))
+            place = torch.arange(n.start + ahead, n.stop + ahead, device=s.device)[None]
+            x = self._finish_(s[cut], place, b, h, seen, None if bias is None else cut_from(bias, cut))
+            edges = self._edges(n, seen)
+            for edge in edges:
+                self._hide_(x[..., counted_from(seen, edge)], place, edge)
+            block.set(part, x, hidden=masked or bool(edges))
+        return block
+
+    def _seen(self, rows: slice, keys: slice) -> slice:
+        """From the first of the keys that is near enough to one of the queries to the last."""
+        left, right, ahead = self.view.left, self.view.right, self.k.shape[2] - self.q.shape[2]
+        start = keys.start if left is None else max(keys.start, rows.start + ahead - left)
+        return slice(start, keys.stop if right is None else min(keys.stop, rows.stop + ahead + right))
+
+    def _edges(self, rows: slice, keys: slice) -> list[slice]:
+        """Where keys are near enough to some of the queries and not to others."""
+        left, right, ahead = self.view.left, self.view.right, self.k.shape[2] - self.q.shape[2]
+        found = []
+        if left is not None:
+            found.append(slice(keys.start, min(keys.stop, rows.stop - 1 + ahead - left)))
+        if right is not None:
+            found.append(slice(max(keys.start, rows.start + ahead + right + 1), keys.stop))
+        return [edge for edge in found if edge.start < edge.stop]
 
     # ------------------------------------------------------------------ chosen queries
 
@@ -311,8 +322,8 @@ class _Attention:
         inside = torch.zeros(h, n, tk, dtype=self._result, device=self.q.device)
         seeing = torch.zeros_like(inside)
         fit = max(1, self._budget // (h * tk))
-        for rows in _slices(0, n, fit):
-            for batch in _slices(0, b, max(1, fit // n)):
+        for rows in slices(0, n, fit):
+            for batch in slices(0, b, max(1, fit // n)):
                 s = self._chosen_logits(index[batch, rows], batch)
                 seen = (s != -math.inf) & counts[batch, None, rows, None]
                 tokens = seen.sum(-1, keepdim=True)
@@ -342,20 +353,18 @@ class _Attention:
         s = torch.empty(*q.shape[:3], tk, dtype=self._wide, device=q.device)
         step = min(tk, max(1, self._budget // (len(index) * g * width)))
         buffer = s.new_empty(q[..., 0].numel() * step)
-        for columns in _slices(0, tk, step):
+        for columns in slices(0, tk, step):
             bias = None
             if self.bias is not None:
                 bias = s.new_zeros(())
                 for row in index.unique().tolist():
                     block = self._bias(self.bias, batch, slice(0, h), slice(row, row + 1), columns)
                     bias = torch.where((index == row)[:, None, :, None], block, bias)
+            products = self._products(buffer, q, self.k[batch, :, columns].to(self._wide))
             place = index + (tk - tq)
-            s[..., columns] = self._logits(buffer, q, place, batch, slice(0, g), columns, bias, whole=False)
+            s[..., columns] = self._finish_(products, place, batch, slice(0, h), columns, bias)
+            self._hide_(s[..., columns], place, columns)
         return s
-
-
-def _slices(start: int, stop: int, step: int) -> Iterator[slice]:
-    return (slice(at, min(at + step, stop)) for at in range(start, stop, step))
 
 
 def _check_operands(q: Tensor, k: Tensor) -> None:

@@ -5,11 +5,12 @@ trainer = Trainer(model, args, train_dataset=data, callbacks=[ObserveCallback(ev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from locater.errors import require
+from locater.measure.alarms import Alarm, Alarms
 from locater.measure.logs import AttentionLog
 
 require("transformers", "hf")
@@ -32,15 +33,24 @@ class ObserveCallback(TrainerCallback):
         file: str | Path | None = "attention.jsonl",
         tensorboard: str | Path | None = None,
         layers: Sequence[int] | None = None,
+        alarms: Alarms | Callable[[Alarm], object] | None = None,
     ) -> None:
         self.every, self.file, self.tensorboard, self.layers = every, file, tensorboard, layers
+        self._alarms = Alarms.of(alarms)
         self.attention_log: AttentionLog | None = None
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        """Those of the run so far, also when it is over."""
+        return self._alarms.raised
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         del args, control
         self.close()
         if state.is_world_process_zero:
-            self.attention_log = AttentionLog(kwargs["model"], self.every, self.file, self.tensorboard, self.layers)
+            self.attention_log = AttentionLog(
+                kwargs["model"], self.every, self.file, self.tensorboard, self.layers, self._alarms
+            )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         del args, control, kwargs

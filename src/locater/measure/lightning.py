@@ -5,13 +5,14 @@ trainer = lightning.Trainer(callbacks=[ObserveCallback(every=50)])
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from locater.errors import require
+from locater.measure.alarms import Alarm, Alarms
 from locater.measure.logs import AttentionLog
 
 require("lightning", "lightning")
@@ -35,16 +36,23 @@ class ObserveCallback(lightning.Callback):
         tensorboard: str | Path | None = None,
         layers: Sequence[int] | None = None,
         model: nn.Module | None = None,
+        alarms: Alarms | Callable[[Alarm], object] | None = None,
     ) -> None:
         self.every, self.file, self.tensorboard, self.layers = every, file, tensorboard, layers
+        self._alarms = Alarms.of(alarms)
         self.model = model
         self.attention_log: AttentionLog | None = None
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        """Those of the run so far, also when it is over."""
+        return self._alarms.raised
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.close()
         if trainer.is_global_zero:
             model = pl_module if self.model is None else self.model
-            self.attention_log = AttentionLog(model, self.every, self.file, self.tensorboard, self.layers)
+            self.attention_log = AttentionLog(model, self.every, self.file, self.tensorboard, self.layers, self._alarms)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         del pl_module, batch, batch_idx

@@ -7,10 +7,11 @@
             ...
 
     {"step": 50, "module": "model.layers.0.self_attn", "layer": 0, "kind": "self",
+     "keys": …,                                                           that the longest sequence's last query sees
      "entropy": […], "entropy_share": […], "max_logit": […],              a number a head, null where not finite
      "rank_residual": …, "effective_rank": …, "mean_cosine": …}           of the tokens that enter the module
 
-A step's lines are on disk, whole, before the next step begins.
+A step's lines are on disk, whole, before the next step begins. `locater.measure.alarms` watches them.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from locater.errors import LocaterError, require
 from locater.files import write_file
+from locater.measure.alarms import Alarm, Alarms
 from locater.measure.observe import Observation, observe
 
 if TYPE_CHECKING:
@@ -44,6 +48,10 @@ class AttentionLog:
     `file`: JSON lines. One that is there is gone on with: lines from the first logged step on, which are made again,
     and a last line that is not whole are dropped then. `tensorboard`: a folder for its files; per module the mean
     and the lowest entropy share, the largest logit, and the rank residual. `layers`: only those.
+
+    `alarms`: a function that is called with each alarm once its step is written, or an `Alarms` with thresholds of your
+    own; unless given, alarms are warnings of Python's logging. What is in the file from before counts, and is not told
+    again: `log.alarms` is what `alarms_of` makes of the file.
     """
 
     def __init__(
@@ -53,6 +61,7 @@ class AttentionLog:
         file: str | Path | None = "attention.jsonl",
         tensorboard: str | Path | None = None,
         layers: Sequence[int] | None = None,
+        alarms: Alarms | Callable[[Alarm], object] | None = None,
     ) -> None:
         if not isinstance(every, int) or every < 1:
             raise LocaterError(f"every must be a whole number, 1 or more, got {every!r}")
@@ -64,6 +73,8 @@ class AttentionLog:
         if tensorboard is not None:
             require("tensorboard", "lab")
         self.every = every
+        self._alarms = Alarms.of(alarms)
+        self._alarms.forget()  # those of another run
         self._model, self._layers = model, layers
         self._path = None if file is None else Path(file)
         self._board = tensorboard
@@ -71,6 +82,11 @@ class AttentionLog:
         self._begun = False  # writing
         self._asked: int | None = None  # the last step told
         self._open: tuple[int, ExitStack, Observation] | None = None  # the step that is observed now
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        """All that were raised so far."""
+        return self._alarms.raised
 
     @contextmanager
     def step(self, step: int) -> Iterator[Observation | None]:
@@ -109,6 +125,7 @@ class AttentionLog:
             self._write(self._path, step, rows)
         if self._board is not None:
             self._show(step, rows)
+        self._alarms.update(step, rows)
 
     def cancel(self) -> None:
         """Ends observing and leaves the model as it was found."""
@@ -132,6 +149,7 @@ class AttentionLog:
     def _write(self, path: Path, step: int, rows: list[dict[str, Any]]) -> None:
         if not self._begun:
             kept = [row for row in _whole_lines(path) if row["step"] < step] if path.exists() else []
+            self._alarms.recall(kept)
             write_file(path, _lines(kept))
             self._begun = True
         try:
@@ -174,10 +192,15 @@ def _rows(step: int, seen: Observation) -> list[dict[str, Any]]:
     for module in dict.fromkeys(heads["module"]):
         table = heads[heads["module"] == module]
         row: dict[str, Any] = {"step": step, "module": module}
-        row |= {"layer": int(table["layer"].iloc[0]), "kind": table["kind"].iloc[0]}
+        row |= {"layer": int(table["layer"].iloc[0]), "kind": table["kind"].iloc[0], "keys": _keys(seen.rho(module))}
         row |= {name: [_finite(value) for value in table[name]] for name in _HEADS}
         rows.append(row | {name: _finite(tokens[module][name]) if module in tokens else None for name in _TOKENS})
     return rows
+
+
+def _keys(rho: NDArray[np.float64]) -> int:
+    """Of ρ (heads, keys), which is NaN where the query sees none; all where nothing else is there."""
+    return int((~np.isnan(rho)).any(0).sum()) or rho.shape[-1]
 
 
 def _finite(value: Any) -> float | None:

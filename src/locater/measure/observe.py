@@ -7,28 +7,29 @@
 The model's own attention function runs as ever; what it was given is measured beside it. Three ways lead there: Hugging
 Face models look their function up in a table, and the table's entry is replaced by one that calls the original and
 tells us; modules that call softmax or scaled_dot_product_attention themselves are overheard while they run; and
-nn.MultiheadAttention's forward tells us its arguments.
+nn.MultiheadAttention's forward tells us its arguments. The lab's stacks, which are no modules, tell by themselves.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from locater.errors import LocaterError
 from locater.measure import _calls
-from locater.measure._sites import Place, places
-from locater.measure._tally import HeadTally, TokenTally
+from locater.measure._compiling import HOW, has_compiled, plain_name, untraced
+from locater.measure._moments import Covariances
+from locater.measure._sites import Stacked, Tell, places
 from locater.measure._taps import Listener, tap
+from locater.measure._watch import Ears, Keep, Watch
 
 if TYPE_CHECKING:
     import pandas
@@ -38,31 +39,42 @@ __all__ = ["Observation", "observe"]
 
 @contextmanager
 def observe(
-    model: nn.Module, every: int = 1, layers: Sequence[int] | None = None, queries: Sequence[int] | None = None
+    model: nn.Module | Stacked,
+    every: int = 1,
+    layers: Sequence[int] | None = None,
+    queries: Sequence[int] | None = None,
+    covariances: int | None = None,
 ) -> Iterator[Observation]:
     """Statistics of every attention head of `model` while the block runs; outputs and gradients stay bitwise the same.
 
     `every`: only the first of so many forwards of the model is measured. `layers`: only those, by number. `queries`:
     for which ρ is kept, as rows of a call, negative ones counted from each sequence's last token; that alone unless
-    given.
+    given. `covariances`: also keep those of the hidden states, over so many first tokens T of each sequence; it costs
+    products of T²·D and T·D² for each of them, and float64 numbers T² + D² + T·D for each module.
 
-    Works with any backend of Hugging Face's attention interface (sdpa, flash, eager), modules that call softmax or
-    scaled_dot_product_attention themselves, and nn.MultiheadAttention; in training, also with gradient checkpointing
+    Works with any backend of Hugging Face's attention interface (sdpa, flash, flex, eager), modules that call softmax
+    or scaled_dot_product_attention themselves, and nn.MultiheadAttention; in training, also with gradient checkpointing
     (what backward computes again does not count twice), and in generation with a cache. Calls that are in no forward of
     `model`, such as those of a part of it, are counted module by module. A module that layers share counts for all of
-    them under one name. torch.compile is not looked into: compiled code may run without telling.
+    them under one name.
 
-    A model whose attention cannot be observed raises LocaterError on entering. On leaving, also by an exception, all is
-    as it was; the statistics remain.
+    What torch.compile has compiled notices it only where it uses Hugging Face's interface: there it is compiled once
+    more, with a break at each attention (so not with fullgraph=True, and the last bits may differ). Elsewhere it is
+    refused, or, where compiled code around the model does not show, warned of on leaving; inside
+    torch.compiler.set_stance("force_eager") all can be observed.
+
+    A `lab.Stack` is observed in all its forwards, of updates and of validation; while it is, updates on a GPU run
+    operation by operation and are not replayed. With several members their names are a column of the tables, and the
+    modules are called "member/layers.0"; a stack of one looks like any other model.
+
+    A model whose attention cannot be observed raises LocaterError on entering; one that ran, and none of its attention
+    was heard, is warned of on leaving. On leaving, also by an exception, all is as it was; the statistics remain.
     """
-    seen = Observation(model, every, layers, queries)
+    seen = Observation(model, every, layers, queries, covariances)
     with ExitStack() as undo:
         seen._attach(undo)
         yield seen
-
-
-Keep: TypeAlias = Callable[[Place, Sequence[_calls.Call], Tensor | None], None]
-"""Also told of each measured call, with the hidden states that entered the module."""
+        seen._warn_if_deaf()
 
 
 class Observation:
@@ -70,18 +82,25 @@ class Observation:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Stacked,
         every: int,
         layers: Sequence[int] | None,
         queries: Sequence[int] | None,
+        covariances: int | None = None,
         keep: Keep | None = None,
     ) -> None:
         if not isinstance(every, int) or every < 1:
             raise LocaterError(f"every must be a whole number, 1 or more, got {every!r}")
+        if covariances is not None and (type(covariances) is not int or covariances < 1):
+            raise LocaterError(f"covariances must be how many tokens of each sequence they are of, got {covariances!r}")
         self._queries = (-1,) if queries is None else tuple(int(query) for query in queries)
         self._model, self._every = model, every
-        self._watches = {id(place.module): _Watch(place, keep) for place in places(model, layers)}
+        found = places(model, layers)
+        # those of a stack have no module of their own
+        self._watches = {p.layer if p.way == "told" else id(p.module): Watch(p, keep, covariances) for p in found}
+        self._listening: dict[int, Watch] = {}  # the same, while hooks are to act
         self._forwards = 0
+        self._ran = False  # whether one of them came to its end
         self._depth = 0  # of forwards of the model in progress
         self._measured = False  # whether the one in progress is
         self._decoder_mask: Tensor | None = None  # (B, Tq) that the one in progress was given
@@ -93,20 +112,21 @@ class Observation:
 
         module, layer, head, kind (self, cross, encoder, decoder); means over queries of entropy (nats), of
         entropy_share (entropy / ln of the number of keys seen, queries with one key left out) and of logsumexp;
-        max_logit, the largest; queries, how many there were.
+        max_logit, the largest; queries, how many there were. Of a stack of several members: member.
         """
-        import pandas
-
         names = ["module", "layer", "head", "kind", "entropy", "entropy_share", "max_logit", "logsumexp", "queries"]
         rows = []
         for watch in self._watches.values():
             if watch.heads.queries is None:
                 continue
-            place, columns = watch.place, {name: x.tolist() for name, x in watch.heads.columns().items()}
-            for head in range(len(columns["entropy"])):
-                values = {name: column[head] for name, column in columns.items()}
-                rows.append({"module": place.name, "layer": place.layer, "head": head, "kind": place.kind, **values})
-        return pandas.DataFrame(rows, columns=names)
+            members = watch.members()
+            columns = {name: x.view(len(members), -1).tolist() for name, x in watch.heads.columns().items()}
+            for e, known in enumerate(members):
+                values = zip(*(column[e] for column in columns.values()), strict=True)
+                rows += [
+                    {**known, "head": head, **dict(zip(columns, row, strict=True))} for head, row in enumerate(values)
+                ]
+        return self._frame(rows, names)
 
     def tokens(self) -> pandas.DataFrame:
         """A row an attention module: how alike the tokens are that enter it, averaged over sequences.
@@ -116,16 +136,14 @@ class Observation:
         directions are equally strong, and needs no singular value decomposition. mean_cosine is over pairs of
         different tokens. Sequences of fewer than two tokens, as in generation with a cache, do not count.
         """
-        import pandas
-
         names = ["module", "layer", "kind", "rank_residual", "effective_rank", "mean_cosine", "sequences"]
         rows = []
         for watch in self._watches.values():
-            columns = watch.tokens.columns()
-            if columns is not None:
-                place = watch.place
-                rows.append({"module": place.name, "layer": place.layer, "kind": place.kind, **columns})
-        return pandas.DataFrame(rows, columns=names)
+            for e, known in enumerate(watch.members()):
+                columns = watch.tokens.columns(e)
+                if columns is not None:
+                    rows.append({**known, **columns})
+        return self._frame(rows, names)
 
     def rho(self, module: str, query: int = -1) -> NDArray[np.float64]:
         """Measured ρ (heads, Tk): the share of all sequences seen with z in [0, 1], for one query and each key.
@@ -133,40 +151,74 @@ class Observation:
         Keys are counted from the sequence's first token, padding before it left out; a key counts for the sequences
         whose query sees it. Where no query saw the key, ρ is NaN; calls with more keys make the array longer.
         """
-        watch = next((watch for watch in self._watches.values() if watch.place.name == module), None)
-        if watch is None:
-            known = ", ".join(watch.place.name for watch in self._watches.values())
-            raise LocaterError(f"no attention module {module!r} is observed; these are: {known}")
+        watch, member = self._found(module)
         if query not in self._queries:
             raise LocaterError(f"ρ was kept for the queries {self._queries}, not for {query}: ask observe for it")
         if watch.heads.queries is None:
             raise LocaterError(f"{module} was not called while observed: there is no ρ of it yet")
-        return watch.heads.rho(query).double().cpu().numpy()
+        heads: Tensor = watch.heads.rho(query).unflatten(0, (len(watch.members()), -1))[member]
+        return heads.double().cpu().numpy()
+
+    def covariances(self, module: str) -> Covariances:
+        """Mean, position covariance K and feature covariance Σ of the tokens that enter a module, in float64.
+
+        Of the first T tokens of the sequences that have as many, padding left out wherever it stands; T is what observe
+        was told. Shorter sequences, and those that go on from a cache, do not count. Sequences are the sample: each
+        position has a mean of its own, and the sums are over n − 1.
+        """
+        watch, member = self._found(module)
+        if watch.moments is None:
+            raise LocaterError("covariances were not kept; observe(model, covariances=T) does, over T tokens")
+        count, tokens = watch.moments.sequences(member), watch.moments.tokens
+        if count < 2:
+            raise LocaterError(
+                f"covariances of {module} need 2 sequences of at least {tokens} tokens, and {count} came by: "
+                "run more, or ask observe for fewer tokens"
+            )
+        return watch.moments.covariances(member)
+
+    def _found(self, module: str) -> tuple[Watch, int]:
+        """What is kept of the module, and the number of the member."""
+        known = {row["module"]: (watch, e) for watch in self._watches.values() for e, row in enumerate(watch.members())}
+        if module not in known:
+            raise LocaterError(f"no attention module {module!r} is observed; these are: {', '.join(known)}")
+        return known[module]
+
+    def _frame(self, rows: list[dict[str, Any]], names: list[str]) -> pandas.DataFrame:
+        import pandas
+
+        stacked = any(watch.place.members for watch in self._watches.values())
+        return pandas.DataFrame(rows, columns=["member", *names] if stacked else names)
 
     def reset(self) -> None:
         """Forgets what was seen; the count of forwards goes on."""
         for watch in self._watches.values():
-            watch.heads, watch.tokens = HeadTally(), TokenTally()
+            watch.reset()
 
     # ------------------------------------------------------------------ listening
 
     def _attach(self, undo: ExitStack) -> None:
         model = self._model
         undo.callback(self._forget_calls)
+        self._listening = self._watches
+        if isinstance(model, Stacked):
+            undo.callback(model.watch(self._stack_begins))
+            return
         # torch's encoder layer leaves its fast path, and with it its exact output, for any hook on or inside it
         if not isinstance(model, nn.TransformerEncoderLayer):
-            undo.callback(model.register_forward_pre_hook(self._forward_begins, with_kwargs=True).remove)
-            undo.callback(model.register_forward_hook(self._forward_ends, always_call=True).remove)
+            undo.callback(model.register_forward_pre_hook(untraced(self._forward_begins), with_kwargs=True).remove)
+            undo.callback(model.register_forward_hook(untraced(self._forward_ends), always_call=True).remove)
         interface = {}
+        entered, overhear, overheard = (untraced(f) for f in (self._entered, self._overhear, self._overheard))
         for watch in self._watches.values():
             module = watch.place.module
             if watch.place.way == "interface":
-                undo.callback(module.register_forward_pre_hook(self._entered, with_kwargs=True).remove)
+                undo.callback(module.register_forward_pre_hook(entered, with_kwargs=True).remove)
                 for implementation, owner, name, function in watch.place.tables():  # a family's modules share them
                     interface[id(owner), name] = implementation, owner, name, function
             elif watch.place.way == "torch":
-                undo.callback(module.register_forward_pre_hook(self._overhear, with_kwargs=True).remove)
-                undo.callback(module.register_forward_hook(self._overheard, always_call=True).remove)
+                undo.callback(module.register_forward_pre_hook(overhear, with_kwargs=True).remove)
+                undo.callback(module.register_forward_hook(overheard, always_call=True).remove)
         for implementation, owner, name, function in interface.values():
             listener = Listener(self._wants, functools.partial(self._interface_called, implementation))
             undo.callback(tap(owner, name, function, listener))
@@ -197,11 +249,25 @@ class Observation:
             self._decoder_mask = kwargs.get("decoder_attention_mask")
         self._depth += 1
 
-    def _forward_ends(self, module: nn.Module, *_: Any) -> None:
+    def _forward_ends(self, module: nn.Module, args: Any, result: Any) -> None:
+        del args
         if module is self._model:
             self._depth = max(0, self._depth - 1)
+            self._ran |= result is not None  # None is what a forward that failed gives
 
-    def _measures(self, watch: _Watch) -> bool:
+    def _stack_begins(self, real: Tensor) -> Tell | None:
+        measured = self._forwards % self._every == 0
+        self._forwards += 1
+
+        def tell(layer: int, states: Tensor, q: Tensor, k: Tensor, scale: float) -> None:
+            watch = self._listening.get(layer)
+            if watch is not None:
+                watch.states = states.detach().flatten(0, 1)
+                watch.add([_calls.of_stack(q, k, scale, real)], self._queries)
+
+        return tell if measured else None
+
+    def _measures(self, watch: Watch) -> bool:
         """Whether this call of the module is one to measure; to be asked once a call."""
         if _in_backward():
             return False
@@ -211,37 +277,37 @@ class Observation:
         return (watch.calls - 1) % self._every == 0
 
     def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        watch = self._watches.get(id(module))
+        watch = self._listening.get(id(module))
         if watch is not None and (self._measured or not self._depth):
             watch.states = _states(args, kwargs)
 
     def _wants(self, module: Any) -> bool:
-        watch = self._watches.get(id(module))
+        watch = self._listening.get(id(module))
         if watch is None or self._measures(watch):
             return watch is not None
         watch.states = None
         return False
 
     def _interface_called(self, implementation: str, arguments: Mapping[str, Any]) -> None:
-        watch = self._watches[id(arguments["module"])]
+        watch = self._listening[id(arguments["module"])]
         calls = _calls.of_interface(implementation, arguments, cross=watch.place.cross)
         if watch.place.cross and self._depth:  # where the padding of queries does not show in the call
             calls = [call.with_padding(self._decoder_mask) for call in calls]
         watch.add(calls, self._queries)
 
     def _wants_multihead(self, module: Any) -> bool:
-        watch = self._watches.get(id(module))
+        watch = self._listening.get(id(module))
         if watch is None:
             return False
         watch.called = True
         return self._measures(watch)
 
     def _multihead_called(self, arguments: Mapping[str, Any]) -> None:
-        self._add_multihead(self._watches[id(arguments["self"])], arguments)
+        self._add_multihead(self._listening[id(arguments["self"])], arguments)
 
     def _wants_encoder_layer(self, layer: Any) -> bool:
         """The fast path of torch's encoder layer computes all at once and never calls its attention."""
-        watch = self._watches.get(id(layer.self_attn))
+        watch = self._listening.get(id(layer.self_attn))
         if watch is None:
             return False
         called, watch.called = watch.called, False
@@ -252,18 +318,18 @@ class Observation:
         with torch.no_grad():
             src = layer.norm1(arguments["src"]) if layer.norm_first else arguments["src"]
         masks = {"attn_mask": arguments.get("src_mask"), "key_padding_mask": arguments.get("src_key_padding_mask")}
-        self._add_multihead(self._watches[id(layer.self_attn)], {"query": src, "key": src, **masks})
+        self._add_multihead(self._listening[id(layer.self_attn)], {"query": src, "key": src, **masks})
 
-    def _add_multihead(self, watch: _Watch, arguments: Mapping[str, Any]) -> None:
+    def _add_multihead(self, watch: Watch, arguments: Mapping[str, Any]) -> None:
         assert isinstance(watch.place.module, nn.MultiheadAttention)
         call, watch.states = _calls.of_multihead(watch.place.module, arguments)
         watch.add([call], self._queries)
 
     def _overhear(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        watch = self._watches.get(id(module))
+        watch = self._listening.get(id(module))
         if watch is None:
             return
-        ears = _Ears(watch, self._queries) if self._measures(watch) else None
+        ears = Ears(watch, self._queries) if self._measures(watch) else None
         watch.ears.append(ears)
         if ears is not None:
             watch.states = _states(args, kwargs)
@@ -271,13 +337,13 @@ class Observation:
 
     def _overheard(self, module: nn.Module, args: Any, result: Any) -> None:
         del args
-        watch = self._watches.get(id(module))
+        watch = self._listening.get(id(module))
         ears = watch.ears.pop() if watch is not None and watch.ears else None
         if watch is None or ears is None:
             return
         ears.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         watch.states = None
-        if not ears.heard and result is not None:  # None is what a forward that failed gives
+        if not ears.heard and result is not None:
             raise LocaterError(
                 f"{watch.place.name} ({type(module).__name__}) cannot be observed: it ran without a softmax over "
                 "(batch, heads, queries, keys) and without scaled_dot_product_attention; choose other layers=…"
@@ -288,84 +354,19 @@ class Observation:
             watch.states = self._decoder_mask = None
             while watch.ears:  # an interrupt ended the module's forward
                 self._overheard(watch.place.module, None, None)
+        self._listening = {}  # code compiled meanwhile may keep the hooks
 
-
-class _Watch:
-    """One module, what is kept of it, and what is known of the call in progress."""
-
-    def __init__(self, place: Place, keep: Keep | None = None) -> None:
-        self.place, self.keep = place, keep
-        self.heads, self.tokens = HeadTally(), TokenTally()
-        self.calls = 0  # outside of the model's forwards
-        self.called = False  # since the encoder layer around it was
-        self.states: Tensor | None = None  # that entered
-        self.ears: list[_Ears | None] = []
-
-    def add(self, calls: Sequence[_calls.Call], queries: tuple[int, ...]) -> None:
-        if self.keep is not None:
-            self.keep(self.place, calls, self.states)
-        for call in calls:
-            self.heads.add(call, queries)
-        if self.states is not None:
-            self.tokens.add(self.states, calls[0].real if len(calls) == 1 else None)
-            self.states = None
-
-
-class _Ears(TorchFunctionMode):
-    """Hears the first softmax, or scaled_dot_product_attention, while a module runs."""
-
-    def __init__(self, watch: _Watch, queries: tuple[int, ...]) -> None:
-        super().__init__()
-        self._watch, self._queries, self.heard = watch, queries, False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if self.heard or name not in ("softmax", "scaled_dot_product_attention"):
-            return result
-        if name == "softmax":
-            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-            logits = self._logits(args[0] if args else kwargs["input"], dim)
-            if logits is None:
-                return result
-            call = _calls.of_logits(logits, cross=self._watch.place.cross)
-        else:
-            call = _calls.of_sdpa(_SDPA.bind(*args, **kwargs).arguments)
-        self.heard = True
-        self._watch.add([call], self._queries)
-        return result
-
-    def _logits(self, x: Tensor, dim: int | None) -> Tensor | None:
-        """What softmax was given as (B, H, Tq, Tk), if it is that, which the states that entered tell."""
-        states = self._watch.states
-        if dim not in (-1, x.ndim - 1) or x.ndim not in (3, 4):
-            return None
-        if x.ndim == 3:  # (B·H, Tq, Tk)
-            if states is None or states.ndim != 3 or len(x) % len(states):
-                return None
-            x = x.unflatten(0, (len(states), -1))
-        if states is not None and states.ndim == 3 and (x.shape[0], x.shape[2]) != states.shape[:2]:
-            return None
-        return x if self._watch.place.cross or x.shape[2] <= x.shape[3] else None
-
-
-def _sdpa_signature(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> None: ...
-
-
-_SDPA = inspect.signature(_sdpa_signature)
+    def _warn_if_deaf(self) -> None:
+        """If the model ran, or may have run in compiled code, and no attention was heard."""
+        watches = self._watches.values()
+        unnoticed = has_compiled() and any(watch.place.way in ("torch", "multihead") for watch in watches)
+        if (self._ran or unnoticed) and not any(watch.heard for watch in watches):
+            what = "ran" if self._ran else "may have run in code that torch.compile has compiled"
+            warnings.warn(
+                f"nothing of {type(self._model).__name__} was measured: it {what}, and none of its attention modules "
+                f"was heard, {plain_name(next(iter(watches)).place.name)} and others; if it is compiled, {HOW}",
+                stacklevel=4,
+            )
 
 
 def _forward_owner(kind: type) -> type:

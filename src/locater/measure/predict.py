@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError
 from locater.measure._calls import Call
+from locater.measure._moments import Moments
 from locater.measure._sites import Place
 from locater.measure.observe import Observation
 from locater.models import Attention, attentions
@@ -71,7 +72,7 @@ def predict(
     def keep(place: Place, calls: Sequence[Call], states: Tensor | None) -> None:
         kept.setdefault(place.name, _Kept(place.name, place.layer)).add(calls, states)
 
-    seen = Observation(model, 1, layers, None, keep)
+    seen = Observation(model, 1, layers, None, keep=keep)
     training = model.training
     model.eval()
     try:
@@ -88,23 +89,29 @@ def predict(
 
 
 class _Kept:
-    """The last query, all keys and the entering states of every sequence of one module."""
+    """The last query and all keys of every sequence of one module, and moments of the states that enter it."""
 
     def __init__(self, module: str, layer: int) -> None:
         self.module, self.layer = module, layer
         self.queries: list[Tensor] = []
         self.keys: list[Tensor] = []
-        self.states: list[Tensor] = []
         self.scale = 1.0
+        self.states: Moments | None = None
+        self.steps: Moments  # from token to token
 
     def add(self, calls: Sequence[Call], states: Tensor | None) -> None:
+        before = sum(len(some) for some in self.queries)
         for call in calls:
             self._check(call)
             self.scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
             self.queries.append(call.q[:, :, -1].float().cpu())  # (B, H, K)
             self.keys.append(call.k.float().cpu())  # (B, G, T, K)
         if states is not None:
-            self.states.append(states.float().cpu())
+            x = states[before % 2 :: 2]  # of all sequences, every second
+            if self.states is None:
+                self.states, self.steps = Moments(x.shape[1]), Moments(x.shape[1] - 1)
+            self.states.add(x)
+            self.steps.add(x.float().diff(dim=1))
 
     def _check(self, call: Call) -> None:
         _, _, tq, tk = call.sizes
@@ -116,8 +123,10 @@ class _Kept:
                 f"{self.module}: predicting is for attention whose last query sees all keys by their products alone; "
                 "this one has a position bias, a softcap, a window or a mask of its own"
             )
-        if tq != tk:
-            raise LocaterError(f"{self.module}: predicting needs whole sequences, got {tq} queries for {tk} keys")
+        if tq != tk or tk < 2:
+            raise LocaterError(
+                f"{self.module}: predicting needs whole sequences of 2 tokens or more, got {tq} queries for {tk} keys"
+            )
 
     def prediction(self, attention: Attention | None) -> Prediction:
         q, k = torch.cat(self.queries).double(), torch.cat(self.keys).double()
@@ -130,13 +139,11 @@ class _Kept:
         measured = ((z >= 0) & (z <= 1)).double().mean(0).flatten(0, 1).numpy()
         general = _general(q[fit], u[fit], tokens, 1 / self.scale)
         simple: dict[str, Any] = {"separable": None, "walk": None}
-        if attention is not None and attention.query is not None and self.states:
-            x = torch.cat(self.states)[fit].double()  # (B, T, D)
-            covariance, process = _separable(x)
-            steps = (x[:, 1:] - x[:, :-1]).flatten(0, 1)
-            simple["separable"] = _by_moments(attention, process, covariance, 1 / self.scale)
-            walk = TokenProcess.random_walk(tokens)
-            simple["walk"] = _by_moments(attention, walk, (steps.mT @ steps / len(steps)).numpy(), 1 / self.scale)
+        if attention is not None and attention.query is not None and self.states is not None:
+            found, steps = self.states.about_zero(), self.steps.about_zero()
+            process, walk = TokenProcess(found.position_covariance), TokenProcess.random_walk(tokens)
+            simple["separable"] = _by_moments(attention, process, found.covariance, 1 / self.scale)
+            simple["walk"] = _by_moments(attention, walk, steps.covariance, 1 / self.scale)
         return Prediction(self.module, self.layer, len(z), measured, general, **simple)
 
 
@@ -154,14 +161,6 @@ def _general(q: Tensor, u: Tensor, tokens: int, temperature: float) -> Array:
         temperature=temperature,
     )
     return np.asarray(found).reshape(-1, tokens)
-
-
-def _separable(x: Tensor) -> tuple[Array, TokenProcess]:
-    """Σ (D, D) and K (T, T) with a mean of 1 on its diagonal, for states of mean zero."""
-    flat = x.flatten(0, 1)
-    covariance = flat.mT @ flat / len(flat)
-    positions = torch.einsum("bid,bjd->ij", x, x) / (len(x) * covariance.trace())
-    return covariance.numpy(), TokenProcess(position_covariance=positions.numpy())
 
 
 def _by_moments(attention: Attention, process: TokenProcess, covariance: Array, temperature: float) -> Array:

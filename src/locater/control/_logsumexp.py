@@ -1,0 +1,103 @@
+"""The logsumexp of every query's logits with its gradient, no T × T kept.
+
+Forward is `measure.attention_statistics`. Backward computes the logits again, a block of queries at a time: with
+p = e^(s − lse) the softmax, ∂lse_i/∂q_i = scale Σ_j p_ij k_j and ∂lse_i/∂k_j = scale p_ij q_i, times 1 − tanh² under a
+softcap.
+
+Legend: B batch, H query heads, G key heads, R = H / G, Tq queries, Tk keys, K head width, n and c of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from locater.control._attend import Call, visible
+
+__all__ = ["logsumexp"]
+
+_CPU_LOGITS, _LOGITS = 1 << 20, 1 << 25  # in a block
+
+
+def logsumexp(call: Call) -> Tensor:
+    """(B, H, Tq), −∞ for queries that see no key; differentiable in q and k, not in biases."""
+    bare = replace(call, q=call.q.detach(), k=call.k.detach())
+    found: Tensor = _LogSumExp.apply(call.q, call.k, bare)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _LogSumExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, call: Call) -> Tensor:
+        lse = call.statistics().logsumexp
+        ctx.save_for_backward(q, k, lse)
+        # what is saved is not kept a second time
+        ctx.call = replace(call, q=q.new_empty(0), k=k.new_empty(0))
+        return lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        q, k, lse = ctx.saved_tensors
+        return (*_gradients(replace(ctx.call, q=q, k=k), lse, upstream), None)
+
+
+def _gradients(call: Call, lse: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+    (b, h, _, width), g = call.q.shape, call.k.shape[1]
+    wide = torch.float64 if lse.dtype == torch.float64 else torch.float32
+    scale = width**-0.5 if call.scale is None else call.scale
+    d_q = torch.empty(call.q.shape, dtype=wide, device=lse.device)
+    d_k = torch.zeros(call.k.shape, dtype=wide, device=lse.device)
+    lse = lse.to(wide).masked_fill(lse == -torch.inf, torch.inf)  # a query that sees nothing: p is 0
+    for rows, columns in _blocks(call):
+        queries, keys = call.q[:, :, rows].to(wide), call.k[:, :, columns].to(wide)
+        folded = queries.reshape(b, g, -1, width)  # (B, G, R·n, K): a group's heads share its keys
+        with torch.autocast(lse.device.type, enabled=False):
+            s = (folded @ keys.mT).mul_(scale).view(b, h, -1, keys.shape[2])  # (B, H, n, c)
+            bent = None
+            if call.softcap is not None:
+                bent = torch.tanh(s / call.softcap)
+                s = call.softcap * bent
+            p = _masked(call, s, rows, columns).sub_(lse[:, :, rows, None]).exp_()
+            p.mul_(upstream[:, :, rows, None].to(wide)).mul_(scale)
+            if bent is not None:
+                p.mul_(1 - bent.square())
+            p = p.view(b, g, -1, keys.shape[2])
+            d_q[:, :, rows] = (p @ keys).view(b, h, -1, width)
+            d_k[:, :, columns] += p.mT @ folded
+    return d_q.to(call.q.dtype), d_k.to(call.k.dtype)
+
+
+def _blocks(call: Call) -> Iterator[tuple[slice, slice]]:
+    """Queries of a block, and the keys that one of them may see."""
+    b, h, tq, tk = call.sizes
+    budget = _CPU_LOGITS if call.q.device.type == "cpu" else _LOGITS
+    size = max(1, budget // (b * h * tk))
+    for start in range(0, tq, size):
+        stop = min(start + size, tq)
+        first, last = start + tk - tq, stop - 1 + tk - tq  # places: the last query is at the last key
+        low = 0 if call.window is None else max(0, first - call.window + 1)
+        high = last + 1 if call.causal else tk if call.window is None else min(tk, last + call.window)
+        yield slice(start, stop), slice(low, high)
+
+
+def _masked(call: Call, s: Tensor, rows: slice, columns: slice) -> Tensor:
+    """The logits of a block with biases added and hidden keys at −∞, as `attention_statistics` has them."""
+    _, _, tq, tk = call.sizes
+    if call.bias is not None:
+        bias = call.bias[..., rows if call.bias.shape[2] > 1 else slice(None), columns]
+        s = s.masked_fill(~visible(bias), -torch.inf)
+        return s if bias.dtype == torch.bool else s + bias.to(s.dtype).masked_fill(~visible(bias), 0)
+    column = torch.arange(columns.start, columns.stop, device=s.device)
+    distance = column - torch.arange(rows.start + tk - tq, rows.stop + tk - tq, device=s.device)[:, None]  # (n, c)
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if call.causal:
+        hidden |= distance > 0
+    if call.window is not None:
+        hidden |= distance.abs() >= call.window
+    s = s.masked_fill(hidden, -torch.inf)
+    return s if call.key_mask is None else s.masked_fill(~call.key_mask[:, None, None, columns], -torch.inf)

@@ -1,0 +1,151 @@
+"""Parameters, and the parts of them that hold W_Q and W_K: who trains them, scaling them in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from locater.control._closed_form import projections
+from locater.control._dense import is_sharded
+from locater.errors import LocaterError
+from locater.models import Attention, Projection
+
+__all__ = [
+    "add_group",
+    "add_part_",
+    "held_by",
+    "owner_of",
+    "refuse_wrapped",
+    "rows_of",
+    "scale_",
+    "scale_projection_",
+    "spread",
+    "unwrapped",
+]
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The torch optimizer inside a wrapper such as accelerate's."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    if not isinstance(optimizer, Optimizer):
+        raise LocaterError(f"expected a torch optimizer, got {type(optimizer).__name__}")
+    return optimizer
+
+
+def held_by(optimizer: Optimizer) -> set[int]:
+    """The ids of its parameters."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def add_group(
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter], like: Sequence[Tensor], name: str, undo: ExitStack
+) -> None:
+    """Lets the optimizer train `parameters` without weight decay, else as it trains the first of `like`."""
+    ids = [id(tensor) for tensor in like]
+    group = next((g for g in optimizer.param_groups if any(id(p) in ids for p in g["params"])), None)
+    if group is None:
+        raise LocaterError(
+            f"this {type(optimizer).__name__} holds none of the query and key weights of the model; "
+            f"apply {name} with the optimizer that trains them"
+        )
+    if "initial_lr" in group:  # schedulers keep a rate a group, and fail when there are more
+        raise LocaterError(
+            f"{name} adds parameters, and a learning-rate scheduler already follows this {type(optimizer).__name__}; "
+            "make the scheduler afterwards"
+        )
+    ours = {**{key: value for key, value in group.items() if key != "params"}, "weight_decay": 0.0}
+    optimizer.add_param_group({**ours, "params": list(parameters)})
+    added = optimizer.param_groups[-1]
+
+    def forget() -> None:
+        for parameter in parameters:
+            optimizer.state.pop(parameter, None)
+        if "initial_lr" in added:  # a scheduler counts the groups
+            added["params"] = []
+        else:
+            optimizer.param_groups[:] = [group for group in optimizer.param_groups if group is not added]
+
+    undo.callback(forget)
+
+
+def owner_of(model: nn.Module, tensor: Tensor) -> tuple[str, nn.Module, str]:
+    """The one module that holds a parameter: its dotted name, itself, and the parameter's name in it."""
+    found = [
+        (name, module, key)
+        for name, module in model.named_modules()
+        for key, parameter in module._parameters.items()
+        if parameter is tensor
+    ]
+    if len(found) != 1:
+        names = ", ".join(f"{name}.{key}" for name, _, key in found)
+        raise LocaterError(
+            f"{names} are one parameter, shared by {len(found)} modules; untie them first"
+            if found
+            else f"a parameter of shape {tuple(tensor.shape)} belongs to no module of {type(model).__name__} any more"
+        )
+    return found[0]
+
+
+def refuse_wrapped(model: nn.Module, known: Sequence[Attention], name: str) -> None:
+    """A method that adds parameters comes before the wrappers that have to know all of them."""
+    if isinstance(model, DistributedDataParallel):
+        raise LocaterError(f"{name} adds parameters that DDP would not reduce; apply it before wrapping the model")
+    if any(is_sharded(projection.tensor) for attention in known for projection in projections(attention)):
+        raise LocaterError(f"{name} adds parameters, and the model is sharded already; apply it before fully_shard")
+
+
+@torch.no_grad()
+def scale_(tensor: Tensor, view: Callable[[Tensor], Tensor], factor: Tensor) -> None:
+    """Multiplies the part of a parameter that `view` shows; of a sharded one each rank its own part."""
+    if is_sharded(tensor):
+        whole = torch.ones(tensor.shape, dtype=factor.dtype, device=factor.device)
+        view(whole).mul_(factor)
+        tensor.detach().mul_(spread(whole, tensor))
+    else:
+        view(tensor.detach()).mul_(factor)  # computed in the wider of the two precisions
+
+
+@torch.no_grad()
+def add_part_(target: Tensor, source: Tensor, view: Callable[[Tensor], Tensor], amount: float | Tensor) -> None:
+    """Adds amount · source to the part of a tensor of the same shape that `view` shows."""
+    if is_sharded(target):
+        whole = torch.zeros(target.shape, dtype=target.dtype, device=target.device)
+        view(whole).add_(amount)
+        target.add_(source * spread(whole, target))
+    else:
+        view(target).add_(view(source.detach()) * amount)
+
+
+def spread(whole: Tensor, like: Tensor) -> Tensor:
+    """A tensor that every rank holds whole, sharded as another. No communication."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    assert isinstance(like, DTensor)
+    mesh = like.device_mesh
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(
+        mesh, like.placements
+    )
+
+
+def scale_projection_(projection: Projection, factor: Tensor, *, bias: bool) -> None:
+    """Multiplies W, and its bias if wanted, by `factor` (G, R or 1): the projected vectors of each head."""
+    scale_(projection.tensor, projection.view, factor[..., None, None])
+    if bias and projection.bias_tensor is not None:
+        scale_(projection.bias_tensor, projection.bias_view, factor[..., None])
+
+
+def rows_of(projection: Projection) -> tuple[Tensor, int]:
+    """The outputs of the stored weight that are this projection's, and the dimension that outputs are stored along."""
+    shape = projection.tensor.shape
+    # GPT-2 stores inputs first: there a step along the view's last dimension crosses whole rows
+    meta = torch.empty(shape, device="meta")
+    outputs = 1 if projection.view(meta).stride(-1) != meta.stride(-1) else 0
+    index = torch.arange(shape[outputs])
+    index = index[:, None] if outputs == 0 else index[None]
+    return projection.view(index.expand(shape))[..., 0].flatten(), outputs

@@ -1,0 +1,73 @@
+"""LocAteR by the protocol that its rivals have."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from torch import nn
+from torch.optim import Optimizer
+
+from locater.control.decoupled import DecoupledLocAteR
+from locater.control.locater import LocAteR, Schedule
+from locater.control.method import Installed, Method
+
+__all__ = ["DecoupledLocAteRMethod", "LocAteRMethod"]
+
+
+class LocAteRMethod(Method):
+    """`LocAteR(model, …).attach(optimizer)`, with the same settings; `remove()` detaches."""
+
+    name = "LocAteR"
+    at_inference = "Nothing: the penalty acts in training only."
+    at_start = "The output is unchanged, bitwise."
+
+    def __init__(
+        self, *, scale_strength: float, mean_strength: float, target: float = 1.0, schedule: Schedule | None = None
+    ) -> None:
+        self.scale_strength, self.mean_strength, self.target = scale_strength, mean_strength, target
+        self.schedule = schedule
+
+    def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
+        regulariser = LocAteR(
+            model,
+            scale_strength=self.scale_strength,
+            mean_strength=self.mean_strength,
+            target=self.target,
+            schedule=self.schedule,
+        )
+        undo.callback(regulariser.detach)
+        regulariser.attach(self._optimizer(optimizer))
+        modules = [model.get_submodule(attention.module) for attention in regulariser.attentions]
+        return Installed(modules, measure=regulariser.measure)
+
+
+class DecoupledLocAteRMethod(Method):
+    """`DecoupledLocAteR(model, …).attach(optimizer)`, with the same settings; `remove()` detaches."""
+
+    name = "LocAteR"  # one of the two forms at a time
+    at_inference = "Nothing: it acts in training only."
+    at_start = "The output is unchanged, bitwise."
+
+    def __init__(
+        self,
+        *,
+        strength: float = 3.0,
+        target: float | None = None,
+        growing_only: bool = True,
+        schedule: Schedule | None = None,
+    ) -> None:
+        self.strength, self.target, self.growing_only = strength, target, growing_only
+        self.schedule = schedule
+
+    def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
+        regulariser = DecoupledLocAteR(
+            model,
+            strength=self.strength,
+            target=self.target,
+            growing_only=self.growing_only,
+            schedule=self.schedule,
+        )
+        undo.callback(regulariser.detach)
+        regulariser.attach(self._optimizer(optimizer))
+        modules = [model.get_submodule(attention.module) for attention in regulariser.attentions]
+        return Installed(modules, measure=regulariser.measure)

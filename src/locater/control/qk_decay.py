@@ -1,0 +1,133 @@
+"""Weight decay on W_Q and W_K alone, or none on them.
+
+    W ← (1 − lr · decay) W   for the query and key weights, in place of the optimizer's own decay of them
+
+It is decoupled, whatever the optimizer does, and finds its part of fused layers. (Decaying both factors is a
+nuclear-norm penalty on W_QK in disguise.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from locater.control._closed_form import projections
+from locater.control._parameters import add_part_, held_by, scale_projection_
+from locater.control.method import Installed, Method
+from locater.errors import LocaterError
+from locater.models import Projection, attentions
+
+__all__ = ["QKDecay"]
+
+_DECOUPLED = {"AdamW", "Muon", "Adafactor"}
+_COUPLED = {"SGD", "Adam", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "ASGD", "RMSprop", "SparseAdam"}
+
+
+class QKDecay(Method):
+    """Decays W_Q and W_K by lr · `decay` a step, and by nothing else; 0 takes them out of the optimizer's decay.
+
+    Biases stay with the optimizer. A weight without a gradient is not decayed, as in torch's optimizers.
+    """
+
+    name = "QK weight decay"
+    at_inference = "Nothing: the weights themselves are smaller."
+    at_start = "The output is unchanged, bitwise."
+
+    def __init__(self, decay: float) -> None:
+        if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < math.inf:
+            raise LocaterError(f"decay must be a finite number that is not negative, got {decay!r:.80}")
+        self.decay = float(decay)
+
+    def contradicts(self, other: Method) -> str | None:
+        return "σReparam divides the scale of the weights out again" if other.name == "σReparam" else None
+
+    def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
+        optimizer = self._optimizer(optimizer)
+        known, held = attentions(model), held_by(optimizer)
+        parts: dict[tuple[int, str], Projection] = {}  # a parameter that modules share is decayed once
+        for attention in known:
+            for name, projection in zip(("key", "query"), reversed(projections(attention)), strict=False):
+                if id(projection.tensor) in held and projection.tensor.requires_grad:
+                    parts[id(projection.tensor), name] = projection
+        if not parts:
+            raise LocaterError(
+                f"this {type(optimizer).__name__} holds none of the query and key weights of the model; "
+                "apply QK weight decay with the optimizer that trains them"
+            )
+        for group, _ in _groups(optimizer, parts.values()):
+            _decoupled(optimizer, group)  # refuses what it does not know
+
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+            # args starts with the optimizer itself
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if closure is None:
+                self._decay_(optimizer, list(parts.values()))
+                return None
+            done = False
+
+            def closure_and_decay() -> Any:
+                nonlocal done
+                loss = closure()
+                if not done:  # LBFGS asks several times a step
+                    self._decay_(optimizer, list(parts.values()))
+                done = True
+                return loss
+
+            rest = {name: value for name, value in kwargs.items() if name != "closure"}
+            return (optimizer, closure_and_decay, *args[2:]), rest
+
+        undo.callback(optimizer.register_step_pre_hook(before_step).remove)
+        return Installed([model.get_submodule(attention.module) for attention in known])
+
+    @torch.no_grad()
+    def _decay_(self, optimizer: Optimizer, parts: list[Projection]) -> None:
+        overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer under GradScaler skips its step by itself
+        for group, mine in _groups(optimizer, parts):
+            rate, own = group["lr"], group.get("weight_decay", 0.0)
+            decoupled = _decoupled(optimizer, group)
+            # a decoupled optimizer will multiply by 1 − lr · own next: that is divided out
+            factor = (1 - rate * self.decay) / (1 - rate * own if decoupled else 1)
+            for projection in mine:
+                tensor = projection.tensor
+                if tensor.grad is None:
+                    continue
+                dtype = torch.promote_types(tensor.dtype, torch.float32)
+                factors = torch.ones(1, 1, dtype=dtype, device=tensor.device) * factor
+                if overflow is not None:
+                    factors = torch.where(overflow.to(tensor.device) > 0, torch.ones_like(factors), factors)
+                scale_projection_(projection, factors, bias=False)
+                if own and not decoupled:  # it will add own · W to the gradient next: that is taken from it
+                    grad_scale = getattr(optimizer, "grad_scale", None)
+                    amount = own * (1.0 if grad_scale is None else grad_scale)
+                    sign = 1 if group.get("maximize") else -1
+                    add_part_(tensor.grad, tensor, projection.view, sign * amount)
+
+
+def _groups(optimizer: Optimizer, parts: Iterable[Projection]) -> Iterator[tuple[dict[str, Any], list[Projection]]]:
+    for group in optimizer.param_groups:
+        ids = {id(parameter) for parameter in group["params"]}
+        mine = [one for one in parts if id(one.tensor) in ids]
+        if mine:
+            yield group, mine
+
+
+def _decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the optimizer decays the weights themselves rather than adding to their gradients."""
+    if not group.get("weight_decay", 0.0):
+        return False
+    if "decoupled_weight_decay" in group:
+        return bool(group["decoupled_weight_decay"])
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    for name in names:
+        if name in _DECOUPLED or name in _COUPLED:
+            return name in _DECOUPLED
+    raise LocaterError(
+        f"how {names[0]} applies its weight_decay is not known; set it to 0 for the group that holds the query and key "
+        "weights, and QK weight decay will decay them"
+    )

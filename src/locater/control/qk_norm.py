@@ -1,0 +1,131 @@
+"""QK-norm: queries and keys of every head divided by their root mean square, before RoPE.
+
+    q ← g_q ∘ q / √(mean q² + ε),   k likewise;   so |scale · q·k| ≤ scale · K · max|g_q| · max|g_k|,
+
+which is √K times the gains with the usual scale 1/√K.
+
+Legend: G key heads, R query heads for each, K head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from locater.control._parameters import add_group, owner_of, refuse_wrapped
+from locater.control.method import Installed, Method
+from locater.errors import LocaterError
+from locater.models import Attention, Projection, attentions
+
+__all__ = ["QKNorm"]
+
+_PART = "locater_qk_norm"  # the submodule of an attention module that holds the gains
+
+
+class QKNorm(Method):
+    """RMS-normalises q and k per head, with learned gains of the head's width (started at 1) or none.
+
+    The gains, one vector for the queries of a module and one for its keys, are parameters of the model under
+    `<attention module>.locater_qk_norm`; they get a group of their own in the optimizer, without weight decay. A state
+    dict with them is loaded into a model that QK-norm is applied to.
+    """
+
+    name = "QK-norm"
+    at_inference = "Two norms a layer, which the model has to be run with."
+    at_start = "The output changes: the lengths of q and k are lost, and with them how sharp each head was."
+
+    def __init__(self, *, gain: bool = True, eps: float = 1e-6) -> None:
+        if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
+            raise LocaterError(f"eps must be a finite number that is not negative, got {eps!r:.80}")
+        self.gain, self.eps = bool(gain), float(eps)
+
+    def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
+        known = attentions(model)
+        plans = [list(_plan(model, attention)) for attention in known]  # all are checked before one is changed
+        if self.gain:
+            refuse_wrapped(model, known, self.name)
+        modules: list[nn.Module] = []
+        gains: list[nn.Parameter] = []
+        for attention, plan in zip(known, plans, strict=True):
+            module = model.get_submodule(attention.module)
+            norm = _Norm(attention, self.eps, self.gain)
+            module.add_module(_PART, norm)
+            undo.callback(delattr, module, _PART)
+            for layer, names in plan:
+                views = {name: projection.bias_view for name, projection in names.items()}
+                hook = _Hook(norm, views)
+                undo.callback(layer.register_forward_hook(hook).remove)
+            modules.append(module)
+            gains.extend(norm.parameters())
+        if optimizer is not None and gains:
+            like = [projection.tensor for attention in known for projection in _parts(attention).values()]
+            add_group(optimizer, gains, like, self.name, undo)
+        return Installed(modules, gains)
+
+
+def _parts(attention: Attention) -> dict[str, Projection]:
+    assert attention.query is not None
+    return {"query": attention.query, "key": attention.key}
+
+
+def _plan(model: nn.Module, attention: Attention) -> Iterator[tuple[nn.Module, dict[str, Projection]]]:
+    """The linear layers whose outputs are, or contain, the queries and keys of a module."""
+    module = model.get_submodule(attention.module)
+    if hasattr(module, _PART):
+        raise LocaterError(f"{attention.module} has a QK-norm already")
+    if attention.query_norm is not None or attention.key_norm is not None:
+        raise LocaterError(f"{attention.module} ({type(module).__name__}) normalises q and k itself already")
+    if attention.query is None:
+        raise LocaterError(f"{attention.module} trains W_QK itself: it has no queries and keys to normalise")
+    layers: dict[int, tuple[nn.Module, dict[str, Projection]]] = {}
+    for part, projection in _parts(attention).items():
+        _, layer, name = owner_of(model, projection.tensor)
+        if layer is module or name != "weight":
+            raise LocaterError(
+                f"{attention.module} ({type(module).__name__}) makes q, k and their product in one function, with no "
+                "place for QK-norm in it; attention with linear layers for q and k has one"
+            )
+        layers.setdefault(id(layer), (layer, {}))[1][part] = projection
+    yield from layers.values()
+
+
+class _Norm(nn.Module):
+    """The gains of one attention module."""
+
+    def __init__(self, attention: Attention, eps: float, gain: bool) -> None:
+        super().__init__()
+        self.eps = eps
+        weight = attention.key.tensor
+        width = attention.key.view(torch.empty(weight.shape, device="meta")).shape[-2]
+        for part in ("query", "key"):
+            ones = nn.Parameter(torch.ones(width, dtype=weight.dtype, device=weight.device)) if gain else None
+            self.register_parameter(part, ones)
+
+    def normalised(self, part: str, x: Tensor) -> Tensor:
+        """x (G, R, K, …), at least in float32."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(2, keepdim=True) + self.eps)
+        gain = getattr(self, part)
+        if gain is not None:
+            wide = wide * gain.reshape(-1, *[1] * (x.ndim - 3))
+        return wide.to(x.dtype)
+
+
+class _Hook:
+    """Normalises what a linear layer puts out, or the parts of it that are queries and keys."""
+
+    def __init__(self, norm: _Norm, views: dict[str, Callable[[Tensor], Tensor]]) -> None:
+        self.norm, self.views = norm, views  # both are copied with the model, and then are the copy's
+
+    def __call__(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
+        del layer, args
+        before, after = output.movedim(-1, 0), output.clone().movedim(-1, 0)  # views show rows, which come first
+        for part, view in self.views.items():
+            view(after).copy_(self.norm.normalised(part, view(before)))
+        return after.movedim(0, -1)

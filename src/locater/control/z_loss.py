@@ -1,0 +1,109 @@
+"""Attention z-loss: keep the logsumexp of every query's logits near zero.
+
+    penalty = strength · Σ over attention modules of the mean over queries and heads of logsumexp(logits)²
+
+PaLM's z-loss, on attention. No loop has to change: the penalty's gradient joins the loss's inside backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from locater.control._attend import Heard, Listener, listen
+from locater.control._logsumexp import logsumexp
+from locater.control.method import Installed, Method
+from locater.errors import LocaterError
+
+__all__ = ["ZLoss"]
+
+LossScale: TypeAlias = float | Callable[[], float]
+
+
+class ZLoss(Method):
+    """strength · mean logsumexp² of the logits of each attention module, in training mode.
+
+    The logsumexp is of what softmax is given: scaled, capped, biased, masked. Queries that are padding, where the masks
+    show it, do not count; calls of one module in several forwards each count.
+
+    `loss_scale` is what the loss is multiplied by before backward, a number or a function that gives it: 1/n where
+    the loop divides by n accumulated batches, `scaler.get_scale` with a GradScaler. The penalty's gradient is
+    multiplied by it too. The penalty is not part of the loss that a loop prints; `measure()` tells it.
+    """
+
+    name = "attention z-loss"
+    at_inference = "Nothing: the loss acts in training only."
+    at_start = "The output is unchanged, bitwise."
+
+    def __init__(self, strength: float = 1e-4, *, loss_scale: LossScale = 1.0) -> None:
+        if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not 0 <= strength < math.inf:
+            raise LocaterError(f"strength must be a finite number that is not negative, got {strength!r:.80}")
+        if not callable(loss_scale) and not (isinstance(loss_scale, (int, float)) and 0 < loss_scale < math.inf):
+            raise LocaterError(f"loss_scale must be a positive number, or a function that gives it, got {loss_scale!r}")
+        self.strength, self.loss_scale = float(strength), loss_scale
+
+    def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
+        del optimizer
+        latest: dict[str, Tensor] = {}
+        names: dict[int, str] = {}
+
+        def wants(module: nn.Module) -> bool:
+            return module.training and torch.is_grad_enabled()
+
+        def tell(heard: Heard, result: Tensor) -> Tensor:
+            mean = _mean_square(heard) if result.requires_grad else None
+            if mean is None:
+                return result
+            latest[names[id(heard.module)]] = mean.detach()
+            carried: Tensor = _WithPenalty.apply(result, self.strength * mean, self.loss_scale)  # type: ignore[no-untyped-call]
+            return carried
+
+        found = listen(model, Listener(wants, tell), undo)
+        names.update({id(place.module): place.name for place in found})
+
+        def measure() -> dict[str, float]:
+            values = {f"{name}/logsumexp_square": float(value) for name, value in latest.items()}
+            return {"penalty": self.strength * sum(values.values()), **values}
+
+        return Installed([place.module for place in found], measure=measure)
+
+
+def _mean_square(heard: Heard) -> Tensor | None:
+    """Over heads and the queries that are no padding."""
+    total, count = [], []
+    for call in heard.calls:
+        if heard.logits is not None:  # the module has them all anyway
+            wide = torch.promote_types(heard.logits.dtype, torch.float32)
+            lse, kept = heard.logits.to(wide).logsumexp(-1), call
+        else:
+            whole = call.without_empty()
+            if whole is None:
+                continue
+            lse, kept = logsumexp(whole), whole
+        counts = lse.detach() != -torch.inf
+        if kept.real is not None:
+            counts = counts & kept.real[:, None]
+        total.append(lse.masked_fill(~counts, 0).square().sum())
+        count.append(counts.sum())
+    return torch.stack(total).sum() / torch.stack(count).sum().clamp(min=1) if total else None
+
+
+class _WithPenalty(torch.autograd.Function):
+    """The identity, through which backward reaches a penalty besides."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, penalty: Tensor, loss_scale: LossScale) -> Tensor:
+        ctx.loss_scale, ctx.like = loss_scale, (penalty.dtype, penalty.device)
+        return carrier.view_as(carrier)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        scale = ctx.loss_scale() if callable(ctx.loss_scale) else ctx.loss_scale
+        dtype, device = ctx.like
+        return gradient, torch.full((), float(scale), dtype=dtype, device=device), None

@@ -1,0 +1,330 @@
+// Joins controls, workers and pictures. `window.explorer` is there for consoles and tests.
+function start() {
+  const find = (id) => document.getElementById(id);
+  const WORDS = {
+    late: "the last tokens take part, the first do not",
+    middle: "the middle takes part, neither end does",
+    early: "the first tokens take part, the last do not",
+    flat: "tokens take part wherever they are",
+    vanishing: "no token takes part in even a tenth of the sequences",
+  };
+
+  let state = settings.fromHash(location.hash);
+  let hidden = new Set();
+  let seen = null; // the last curves
+  let map = null; // the last regimes
+  let latency = null; // ms from the last change until it was painted
+
+  // ------------------------------------------------------------------ workers
+
+  const source = ["theory", "worker"].map((id) => find(id).textContent).join("\n");
+  const address = URL.createObjectURL(new Blob([source], { type: "text/javascript" }));
+  const [curveWorker, planeWorker] = [new Worker(address), new Worker(address)];
+  const waiting = new Map();
+  let lastId = 0;
+
+  curveWorker.onmessage = ({ data }) => {
+    const { resolve, reject } = waiting.get(data.id);
+    waiting.delete(data.id);
+    if (data.error) reject(new Error(data.error));
+    else resolve(data);
+  };
+
+  /** ρ and the rest for a state, from the worker. */
+  function compute(asked) {
+    return new Promise((resolve, reject) => {
+      const id = ++lastId;
+      waiting.set(id, { resolve, reject });
+      curveWorker.postMessage({ task: "curves", id, settings: settings.resolved(asked) });
+    });
+  }
+
+  // ------------------------------------------------------------------ curves
+
+  let busy = false, again = false, moved = 0; // when something was last changed
+  let settled = [];
+
+  /** Shows the newest state; states that come while the worker computes replace each other. */
+  async function update() {
+    again = true;
+    if (busy) return;
+    busy = true;
+    while (again) {
+      again = false;
+      const from = moved;
+      try {
+        seen = await compute(state);
+        await plots.rho(find("rho"), seen, hidden);
+        describe();
+        await painted();
+        if (from > 0) latency = performance.now() - from;
+        const shown = from > 0 ? `, shown ${latency.toFixed(0)} ms after the change.` : ".";
+        status(`ρ computed in ${seen.elapsed.toFixed(1)} ms${shown}`);
+        await others();
+      } catch (error) {
+        status(`These settings have no answer here: ${error.message}.`);
+      }
+    }
+    busy = false;
+    settled.splice(0).forEach((resolve) => resolve());
+  }
+
+  function painted() {
+    return new Promise((resolve) => {
+      if (document.hidden) resolve(); // nothing is painted then, nor are frames handed out
+      else requestAnimationFrame(() => setTimeout(resolve));
+    });
+  }
+
+  let drawn = {}; // what the other pictures show
+
+  /** Brings the other pictures up to date, unless there is newer news to show first. */
+  async function others() {
+    refreshPlane();
+    if (map && drawn.map === map) await plots.movePoint(find("plane"), seen);
+    else if (map) await plots.plane(find("plane"), map, seen);
+    drawn.map = map;
+    const bound = JSON.stringify([state.T, seen.nu > 12 ? "far" : seen.nu]);
+    if (drawn.entropy !== bound && !again) {
+      await plots.entropy(find("entropy"), state.T, seen.nu);
+      drawn.entropy = bound;
+    }
+    if (drawn.softmax !== state.T && !again) {
+      await plots.softmax(find("softmax"), state.T);
+      drawn.softmax = state.T;
+    }
+  }
+
+  function status(text) {
+    find("status").textContent = text;
+  }
+
+  // ------------------------------------------------------------------ the plane
+
+  let planeKey = null, planeTimer = 0, planeId = 0, planeSettled = [];
+
+  /** Asks for the regimes anew if they depend on what has changed; the mean, std and λ only move the point. */
+  function refreshPlane() {
+    const decades = Number.isFinite(Math.log10(seen.eta)) ? Math.log10(seen.eta) : 0;
+    const widest = state.mode === "limit" ? Math.max(10, 1.15 * Math.abs(seen.xi)) : Math.sqrt(state.d);
+    const extent = {
+      widest, low: 10 ** Math.min(-3, Math.floor(decades)), high: 10 ** Math.max(2, Math.ceil(decades)),
+    };
+    const { mode, d, T, process, decay } = state;
+    const asked = mode === "limit" ? { mode } : { mode, d, T, process, ...(process === "ar" ? { decay } : {}) };
+    const key = JSON.stringify([asked, extent]);
+    if (key === planeKey) return;
+    planeKey = key;
+    planeWorker.postMessage({ id: ++planeId }); // gives up what it is at
+    find("plane-panel").classList.add("stale");
+    clearTimeout(planeTimer);
+    const message = { task: "plane", id: planeId, settings: asked, extent };
+    planeTimer = setTimeout(() => planeWorker.postMessage(message), 150); // once the sliders are at rest
+  }
+
+  planeWorker.onmessage = async ({ data }) => {
+    if (data.id !== planeId) return;
+    if (data.error) return status(`The plane has no answer here: ${data.error}.`);
+    map = data;
+    find("plane-panel").classList.remove("stale");
+    await plots.plane(find("plane"), map, seen);
+    drawn.map = map;
+    listenToPlane();
+    if (data.done) planeSettled.splice(0).forEach((resolve) => resolve(data));
+  };
+
+  let listening = false;
+  function listenToPlane() {
+    if (listening) return;
+    listening = true;
+    find("plane").on("plotly_click", ({ points }) => {
+      const xi = points[0].x, eta = 10 ** points[0].y;
+      if (state.mode === "limit") return change({ xi, eta });
+      const { mean, std } = theory.spectrumAt(xi, eta, state.d, settings.resolved(state).temperature);
+      change({ mean: Number(mean.toPrecision(4)), std: Number(std.toPrecision(4)) });
+    });
+  }
+
+  // ------------------------------------------------------------------ words
+
+  function describe() {
+    const { rho, regime, xi, eta, nu } = seen;
+    const limit = state.mode === "limit";
+    find("regime-chip").textContent = regime;
+    find("regime-chip").style.background = plots.colour(regime);
+    find("regime-words").textContent = WORDS[regime];
+    find("rho").setAttribute("aria-label",
+      `Signal propagation probability over relative position: ${regime}, ${WORDS[regime]}`);
+    const reference = limit ? rho.asymptotic : rho.exact;
+    find("gap-title").textContent = limit ? "gap to corrected" : "gap to exact";
+    for (const [form, cell] of Object.entries(gapCells)) {
+      const missing = !(form in rho);
+      cell.closest("tr").classList.toggle("missing", missing);
+      if (missing) cell.textContent = limit ? "at finite size only" : "for the random walk only";
+      else if (rho[form] === reference) cell.textContent = "–";
+      else cell.textContent = Math.max(...reference.map((value, i) => Math.abs(value - rho[form][i]))).toFixed(4);
+    }
+    const number = (value) => (Number.isFinite(value) ? settings.minus(Number(value.toPrecision(4))) : "–");
+    find("xi-value").textContent = number(xi);
+    find("eta-value").textContent = number(eta);
+    find("r-value").textContent = number(eta > 0 ? xi * eta : 0);
+    find("needed").textContent = Math.ceil(xi * xi).toLocaleString("en");
+    const walk = state.process === "walk";
+    const tokens = walk ? "a random walk" : state.process === "ar" ? "autoregressive tokens" : "independent tokens";
+    find("plane-caption").innerHTML = limit
+      ? "By Eq. (6) corrected, <i>T</i> and <i>d</i> → ∞. Dashed: |<i>ξη</i>| = 2. A click moves there."
+      : `By the exact law for ${tokens} at <i>d</i> = ${state.d}, <i>T</i> = ${state.T}; |<i>ξ</i>| ≤ √<i>d</i>. ` +
+        `${walk ? "Dashed: |<i>ξη</i>| = 2, from where Eq. (6) localises. " : ""}A click moves there.`;
+    find("entropy-caption").innerHTML = limit
+      ? `For <i>T</i> = ${state.T} keys. No entropy exceeds ln <i>T</i>, as the printed bound does.`
+      : `For <i>T</i> = ${state.T} keys. This spectrum: <i>ν</i> ≈ ${number(nu)} (root mean square of ` +
+        `‖<i>ω</i> − <i>ω̄</i>‖), where entropy ≥ ${theory.entropyLowerBound(nu, state.T, "zhai").toFixed(3)} nats.`;
+  }
+
+  const gapCells = {};
+  for (const [form, { name, dash }] of Object.entries(plots.FORMS)) {
+    const row = find("forms").tBodies[0].insertRow();
+    const dashes = { solid: "", dot: "2 3", dashdot: "8 3 2 3", dash: "7 4" }[dash];
+    const line = `<path d="M0 4H32" stroke="var(--${form})" stroke-width="2.5" stroke-dasharray="${dashes}"/>`;
+    row.insertCell().innerHTML =
+      `<label><input type="checkbox" checked><svg viewBox="0 0 32 8" aria-hidden="true">${line}</svg>${name}</label>`;
+    gapCells[form] = row.insertCell();
+    row.querySelector("input").addEventListener("change", ({ target }) => {
+      hidden = new Set([...hidden].filter((other) => other !== form).concat(target.checked ? [] : [form]));
+      plots.rho(find("rho"), seen, hidden);
+    });
+  }
+  find("regimes").innerHTML = theory.REGIMES
+    .map((name) => [name, `<span class="swatch" style="background:var(--${name})"></span>`])
+    .map(([name, swatch]) => `<li title="${WORDS[name]}">${swatch}${name}</li>`)
+    .join("");
+
+  // ------------------------------------------------------------------ controls
+
+  const fields = {};
+  for (const element of document.querySelectorAll("[data-field]")) {
+    const name = element.dataset.field, field = settings.FIELDS[name];
+    const slider = document.createElement("input"), box = document.createElement("input");
+    Object.assign(slider, { type: "range", id: name, min: field.steps[0], max: field.steps[1], step: 1 });
+    Object.assign(box, { type: "number", id: `${name}-number`, min: field.least, max: field.most });
+    box.step = field.whole ? 1 : "any";
+    element.querySelector("label").htmlFor = name;
+    box.setAttribute("aria-label", element.querySelector("label").textContent);
+    element.append(box, slider);
+    slider.addEventListener("input", () => change({ [name]: field.value(Number(slider.value)) }));
+    box.addEventListener("change", () => {
+      const value = settings.accepted(name, box.value);
+      if (value === null) showControls();
+      else change({ [name]: value });
+    });
+    fields[name] = { slider, box };
+  }
+  for (const name of Object.keys(settings.CHOICES)) {
+    find(name).addEventListener("change", ({ target }) => change({ [name]: target.value }));
+  }
+  find("root-d").addEventListener("change", ({ target }) =>
+    change({ temperature: target.checked ? null : settings.resolved(state).temperature }));
+  find("reset").addEventListener("click", () => change(settings.DEFAULT));
+
+  const groups = new Map();
+  find("preset").append(new Option("The paper's figures …", ""));
+  settings.PRESETS.forEach((preset, n) => {
+    if (!groups.has(preset.figure)) {
+      const group = Object.assign(document.createElement("optgroup"), { label: `Figure ${preset.figure}` });
+      groups.set(preset.figure, group);
+      find("preset").append(group);
+    }
+    groups.get(preset.figure).append(new Option(`Fig. ${preset.figure}: ${preset.name}`, n));
+  });
+  find("preset").addEventListener("change", ({ target }) => {
+    if (target.value !== "") applyPreset(settings.PRESETS[Number(target.value)]);
+  });
+
+  function applyPreset(preset) {
+    change({ ...settings.DEFAULT, ...preset.set });
+    find("preset").value = settings.PRESETS.indexOf(preset);
+    find("preset-note").textContent = settings.NOTES[preset.figure] ?? "";
+    find("preset-note").hidden = !(preset.figure in settings.NOTES);
+    const panel = find(`${preset.panel}-panel`);
+    for (const other of document.querySelectorAll(".panel")) other.classList.toggle("pointed", other === panel);
+    const { top, bottom } = panel.getBoundingClientRect();
+    if (top < 0 || bottom > innerHeight) panel.scrollIntoView({ block: "nearest" });
+  }
+
+  function showControls() {
+    const all = settings.resolved(state);
+    for (const [name, { slider, box }] of Object.entries(fields)) {
+      slider.value = settings.FIELDS[name].position(all[name]);
+      box.value = Number(all[name].toPrecision(5));
+      slider.setAttribute("aria-valuetext", box.value);
+    }
+    for (const name of Object.keys(settings.CHOICES)) {
+      for (const radio of document.getElementsByName(name)) radio.checked = radio.value === state[name];
+    }
+    find("root-d").checked = state.temperature === null;
+    for (const name of ["mode", "process"]) {
+      for (const part of document.querySelectorAll(`[data-${name}]`)) part.hidden = part.dataset[name] !== state[name];
+    }
+  }
+
+  let hashTimer = 0;
+  function change(part) {
+    moved = performance.now();
+    state = { ...state, ...part };
+    find("preset").value = "";
+    find("preset-note").hidden = true;
+    document.querySelectorAll(".pointed").forEach((panel) => panel.classList.remove("pointed"));
+    showControls();
+    clearTimeout(hashTimer); // browsers ration how often an address may change
+    hashTimer = setTimeout(() => history.replaceState(null, "", settings.toHash(state)), 300);
+    update();
+  }
+
+  addEventListener("hashchange", () => change(settings.fromHash(location.hash)));
+
+  /** Draws everything anew in the colours and the width of now, without a pause in which a printer could look. */
+  function redraw() {
+    drawn = { map };
+    if (!seen) return;
+    plots.rho(find("rho"), seen, hidden);
+    plots.entropy(find("entropy"), state.T, seen.nu);
+    plots.softmax(find("softmax"), state.T);
+    if (map) plots.plane(find("plane"), map, seen);
+    describe();
+  }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  let width = 0;
+  new ResizeObserver(() => {
+    if (find("rho").clientWidth !== width) redraw();
+    width = find("rho").clientWidth;
+  }).observe(find("rho"));
+  for (const [event, printing] of [["beforeprint", true], ["afterprint", false]]) {
+    addEventListener(event, () => {
+      document.documentElement.classList.toggle("printing", printing); // light, and as wide as paper
+      redraw();
+    });
+  }
+
+  showControls();
+  const ready = unpack("plotly").then(
+    update,
+    () => status("This page needs a browser of 2023 or later, one that can inflate what it carries."),
+  );
+
+  window.explorer = {
+    applyPreset, change, compute,
+    presets: settings.PRESETS,
+    state: () => ({ ...state }),
+    latency: () => latency,
+    /** Resolves once the pictures are those of the newest state, the plane's refinement aside. */
+    settled: async () => {
+      await ready;
+      if (busy) await new Promise((resolve) => settled.push(resolve));
+    },
+    /** Resolves with the regimes once every point of the plane is known. */
+    planeSettled: () =>
+      map?.done && map.id === planeId ? Promise.resolve(map) : new Promise((resolve) => planeSettled.push(resolve)),
+  };
+}
+
+start();

@@ -1,0 +1,48 @@
+"""Where torch.compile stands: what of a model it has compiled, and code that it is to call and not to compile.
+
+Compiled code checks, before it runs, that the functions it found in tables are still there: a table whose entry we
+replace is noticed, and the code is compiled anew around ours. It does not check for hooks, or for functions of classes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+__all__ = ["HOW", "compiled_parts", "has_compiled", "plain_name", "untraced"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+HOW = 'observe it inside `with torch.compiler.set_stance("force_eager"):`, where it runs as it was before'
+
+
+def untraced(function: F) -> F:
+    """The function, which compiled code calls; compiling what we compute would take minutes."""
+    return cast(F, torch.compiler.disable(function)) if "torch._dynamo" in sys.modules else function
+
+
+def compiled_parts(model: nn.Module) -> set[int]:
+    """Ids of all modules that run as parts of compiled ones now."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is None or dynamo.config.disable:
+        return set()
+    stance = getattr(getattr(dynamo.eval_frame, "_stance", None), "stance", "default")
+    if stance == "force_eager":
+        return set()
+    compiled = [m for m in model.modules() if isinstance(m, dynamo.OptimizedModule) or m._compiled_call_impl]
+    return {id(part) for module in compiled for part in module.modules()}
+
+
+def has_compiled() -> bool:
+    """Whether anything has been compiled in this process."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    return dynamo is not None and bool(dynamo.utils.counters["frames"])
+
+
+def plain_name(name: str) -> str:
+    """A module's name without torch.compile's mark."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")

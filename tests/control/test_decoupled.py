@@ -1,0 +1,175 @@
+"""LocAteR beside the optimizer, on real models."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from zoo import FAMILIES, build
+
+from locater import QK, LocaterError
+from locater.control import DecoupledLocAteR
+from locater.control.stacked import decoupled_step, penalty_gradient
+from locater.models import attentions
+
+MODELS = {
+    **{name: lambda name=name: build(name) for name in FAMILIES},
+    "multihead": lambda: nn.MultiheadAttention(12, 3),
+}
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_small_step_is_the_gradient_of_the_penalty_for_every_family(family):
+    """In float64, against autograd through d_model × d_model matrices."""
+    torch.manual_seed(0)
+    model = MODELS[family]().double()
+    reg = DecoupledLocAteR(model, strength=1.0, target=1.5, growing_only=False)
+    total = sum(
+        (w.square().sum() + (w.diagonal(dim1=-2, dim2=-1).sum(-1) - 1.5).square().sum())
+        for w in (attention.qk().dense() for attention in reg.attentions)
+    )
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    expected = torch.autograd.grad(total, parameters, allow_unused=True)
+    before, rate = [p.detach().clone() for p in parameters], 1e-8
+    reg.step_(rate)
+    for old, new, gradient in zip(before, parameters, expected, strict=True):
+        moved = (old - new.detach()) / rate
+        # damping, and what 1e-8 leaves of float64's digits
+        torch.testing.assert_close(
+            moved, torch.zeros_like(moved) if gradient is None else gradient, rtol=1e-4, atol=1e-5
+        )
+
+
+def test_shared_keys_collect_what_their_query_heads_ask():
+    torch.manual_seed(0)
+    w_q, w_k = torch.randn(2, 3, 4, 10).double(), torch.randn(2, 1, 4, 10).double()
+    step, target = torch.full((1, 1), 1e-8).double(), torch.full((1, 1), 2.0).double()
+    new_q, new_k = decoupled_step(QK(w_q, w_k), step, step, target)
+    of_q, of_k = penalty_gradient(QK(w_q, w_k), step, step, target)
+    torch.testing.assert_close((w_q - new_q) / 1e-8, of_q / 1e-8, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close((w_k - new_k) / 1e-8, of_k.sum(1, keepdim=True) / 1e-8, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("rate", [1e-3, 1.0, 1e6])
+def test_no_rate_however_large_raises_the_scale_of_shared_keys(rate):
+    torch.manual_seed(0)
+    qk = QK(torch.randn(2, 3, 4, 10).double(), torch.randn(2, 1, 4, 10).double())
+    step, nothing = torch.full((1, 1), rate).double(), torch.zeros(1, 1).double()
+    after = QK(*decoupled_step(qk, step, nothing, nothing))
+    assert (after.scale().sum(1) <= qk.scale().sum(1)).all()
+
+
+def test_where_nothing_grows_only_the_trace_is_held():
+    torch.manual_seed(0)
+    model = build("llama")
+    reg = DecoupledLocAteR(model)
+    still = DecoupledLocAteR(model, target=None)
+    trace = {a.module: a.qk().trace() for a in attentions(model)}
+    reg.step_(1e-3)
+    for attention in attentions(model):
+        goal = 2 / attention.scale
+        assert ((attention.qk().trace() - goal).abs() < (trace[attention.module] - goal).abs()).all()
+        assert goal == pytest.approx(2 * math.sqrt(attention.qk().w_q.shape[-2]))
+    assert still.measure()["model.layers.0.self_attn/growth"] == pytest.approx(1, rel=1e-2)
+
+
+def test_what_has_grown_is_pressed_back():
+    torch.manual_seed(0)
+    model = build("gpt2")
+    reg = DecoupledLocAteR(model)
+    with torch.no_grad():
+        for attention in reg.attentions:
+            attention.query.weight.mul_(10)
+    grown = [attention.qk().scale() for attention in reg.attentions]
+    for _ in range(50):
+        reg.step_(1e-2)
+    for attention, before in zip(reg.attentions, grown, strict=True):
+        assert (attention.qk().scale() < 0.7 * before).all()
+
+
+def test_attached_it_steps_after_the_optimizer_at_its_rate_and_only_there():
+    torch.manual_seed(0)
+    model = build("gpt2")
+    other = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]
+    reg = DecoupledLocAteR(model).attach(optimizers[0])
+    by_hand = DecoupledLocAteR(other)
+    for m, optimizer in zip((model, other), optimizers, strict=True):
+        m(input_ids=torch.arange(6)[None], labels=torch.arange(6)[None]).loss.backward()
+        optimizer.step()
+    by_hand.step_(0.1)
+    for a, b in zip(weights(model).values(), weights(other).values(), strict=True):
+        assert torch.equal(a, b)
+    assert reg.step == 1
+    reg.detach()
+    before = weights(model)
+    model.zero_grad()
+    optimizers[0].step()
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), weights(model).values(), strict=True))
+
+
+def test_a_step_that_the_scaler_skips_moves_nothing():
+    torch.manual_seed(0)
+    model = build("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    DecoupledLocAteR(model).attach(optimizer)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, math.inf)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros((), requires_grad=True))
+    before = weights(model)
+    scaler.step(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), weights(model).values(), strict=True))
+
+
+def test_frozen_queries_stay_and_their_keys_move():
+    torch.manual_seed(0)
+    model = build("llama")
+    for attention in attentions(model):
+        attention.query.tensor.requires_grad_(False)
+    queries = [attention.query.weight.clone() for attention in attentions(model)]
+    keys = [attention.key.weight.detach().clone() for attention in attentions(model)]
+    DecoupledLocAteR(model).step_(1e-2)
+    for attention, q, k in zip(attentions(model), queries, keys, strict=True):
+        assert torch.equal(attention.query.weight, q)
+        assert not torch.equal(attention.key.weight, k)
+
+
+def test_a_resumed_run_remembers_the_first_scales():
+    torch.manual_seed(0)
+    model = build("gpt2")
+    reg = DecoupledLocAteR(model)
+    with torch.no_grad():
+        for attention in reg.attentions:
+            attention.query.weight.mul_(3)
+    resumed = DecoupledLocAteR(model)
+    assert resumed.measure() != reg.measure()
+    resumed.load_state_dict(reg.state_dict())
+    assert resumed.measure() == pytest.approx(reg.measure())
+    with pytest.raises(LocaterError, match="for this model"):
+        DecoupledLocAteR(build("llama")).load_state_dict(reg.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"strength": -1}, "strength must be a finite number that is not negative, got -1"),
+        ({"strength": "high"}, "strength must be a finite number"),
+        ({"target": math.inf}, "target must be a finite number, got inf"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(more, words):
+    with pytest.raises(LocaterError, match=words):
+        DecoupledLocAteR(build("gpt2"), **more)
+
+
+def test_an_optimizer_of_other_weights_is_refused():
+    with pytest.raises(LocaterError, match="holds none of the query and key weights"):
+        DecoupledLocAteR(build("gpt2")).attach(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
