@@ -1,6 +1,7 @@
 """Where attention does look: statistics of queries and keys, and of hidden states."""
 
 from locater.measure._moments import Covariances
+from locater.measure.alarms import Alarm, Alarms, Thresholds, alarms_of
 from locater.measure.attention import AttentionStatistics, attention_statistics, signal_propagation
 from locater.measure.largest import max_logits
 from locater.measure.observe import Observation, observe
@@ -8,10 +9,14 @@ from locater.measure.predict import Prediction, predict
 from locater.measure.tokens import rank_residual
 
 __all__ = [
+    "Alarm",
+    "Alarms",
     "AttentionStatistics",
     "Covariances",
     "Observation",
     "Prediction",
+    "Thresholds",
+    "alarms_of",
     "attention_statistics",
     "max_logits",
     "observe",

@@ -66,15 +66,15 @@ class Alarm:
 class Thresholds:
     """Where alarms begin.
 
-    The defaults are what benchmarks/alarms.py chose: twice as far as any healthy run of one half of its seeds went, and
-    the patience with the longest lead there. docs/measure.md has what they did on the other half.
+    The defaults are what benchmarks/alarms.py chose: twice as far as any healthy run of one half of its seeds went for
+    half as long, with the patience that leads by most there. docs/measure.md has what they did on the other half.
     """
 
     entropy: float = 0.18  # the heads' mean entropy share, as a part of the highest it has been
-    logit: float = 96.0  # the largest; the entropy's alarm needs half of it
+    logit: float = 97.0  # the largest; the entropy's alarm needs half of it
     rank: float = 0.02  # the rank residual of the tokens that enter, as a part of the highest it has been
     patience: int = 2  # logged steps in a row, for entropy and logits
-    rank_patience: int = 4  # and for the rank
+    rank_patience: int = 8  # and for the rank
 
     def __post_init__(self) -> None:
         for field in fields(self):
