@@ -94,6 +94,20 @@ def test_what_has_grown_is_pressed_back():
         assert (attention.qk().scale() < 0.7 * before).all()
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_no_scale_goes_beyond_four_times_its_first(family):
+    torch.manual_seed(0)
+    model = build(family)
+    reg = DecoupledLocAteR(model)
+    first = [attention.qk().scale() for attention in reg.attentions]
+    with torch.no_grad():
+        for attention in reg.attentions:
+            attention.query.weight.mul_(100)
+    reg.step_(1e-6)
+    for attention, before in zip(reg.attentions, first, strict=True):
+        torch.testing.assert_close(attention.qk().scale(), 4 * before, rtol=1e-2, atol=0.0)
+
+
 def test_attached_it_steps_after_the_optimizer_at_its_rate_and_only_there():
     torch.manual_seed(0)
     model = build("gpt2")

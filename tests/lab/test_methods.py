@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from locater import QK, LocaterError
-from locater.control.stacked import decoupled_step, growth_share, penalty_gradient
+from locater.control.stacked import decoupled_step, growth_share, limited, penalty_gradient
 from locater.lab import Config, Member, ModelConfig, Stack, load_corpus
 from locater.lab.config import METHOD_NAMES
 from locater.lab.methods import METHODS, Softcap, ZLoss
@@ -262,6 +262,25 @@ def test_auto_presses_no_head_that_has_not_grown():
     assert torch.equal(growth_share(qk, qk.scale()), torch.zeros(3, dtype=torch.float64))
     torch.testing.assert_close(growth_share(qk, qk.scale() / 1.5), torch.full((3,), 0.5, dtype=torch.float64))
     assert torch.equal(growth_share(qk, qk.scale() / 9), torch.ones(3, dtype=torch.float64))
+
+
+def test_what_is_limited_has_at_most_the_scale_and_is_otherwise_as_it_was():
+    qk = factors(0)
+    for most in (0.3 * qk.scale(), 2 * qk.scale()):
+        found = QK(*limited(qk, most))
+        torch.testing.assert_close(found.scale(), torch.minimum(most, qk.scale()))
+        ratio = (found.scale() / qk.scale()).sqrt()[:, None, None]
+        torch.testing.assert_close(found.dense(), ratio * qk.dense())
+        torch.testing.assert_close(found.w_q / qk.w_q, found.w_k / qk.w_k)
+
+
+def test_no_learning_rate_carries_a_scale_beyond_four_times_its_first(corpus):
+    stack = stack_of("locater-auto", corpus, Member("wild", learning_rate=1.0, strength=3.0))
+    first = stack.method.state()["first"].clone()
+    for _ in range(10):
+        stack.advance()
+        scale = torch.tensor(stack.measure()[0]["scale"])
+        assert (scale <= 4 * first[0] * (1 + 1e-4)).all()
 
 
 def test_auto_holds_what_runs_away_without_it(corpus):

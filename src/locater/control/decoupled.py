@@ -19,7 +19,7 @@ from locater.control._closed_form import projections, shapes
 from locater.control._dense import gathered, is_sharded
 from locater.control._parameters import spread, unwrapped
 from locater.control.locater import Schedule
-from locater.control.stacked import decoupled_step, growth_share
+from locater.control.stacked import GROWTH, decoupled_step, growth_share, limited
 from locater.errors import LocaterError
 from locater.models import Attention, Projection, attentions
 from locater.qk import QK
@@ -37,7 +37,8 @@ class DecoupledLocAteR:
         share · tr(W_QKᵀW_QK) + (tr W_QK − target)²
 
     `share` is 0 while a head's scale is at most what it was when this was made, 1 from twice that on: where nothing
-    grows, nothing is pressed. With `growing_only=False` it is 1. `target`, 2 / (the logits' scale) unless given, is
+    grows, nothing is pressed; and no scale goes beyond four times its first, whatever the learning rate does. With
+    `growing_only=False` share is 1 and there is no such end. `target`, 2 / (the logits' scale) unless given, is
     where the theory has tokens begin to localise: tr W_QK = 2 √d_head. Strengths from 1 to 10 do the same within
     seeds' spread (docs/arena.md). `schedule`, if given, multiplies the strength: a function of the number of steps
     taken, to let go at the end.
@@ -104,10 +105,12 @@ class DecoupledLocAteR:
         step = torch.zeros(1, 1, 1, dtype=wide, device=w_q.device) + size
         press = step
         if self.growing_only:
-            first = torch.stack([self._first[member.module].to(w_q.device) for member in members])
-            press = step * growth_share(qk, first.to(wide))
+            first = torch.stack([self._first[member.module].to(w_q.device, wide) for member in members])
+            press = step * growth_share(qk, first)
         target = torch.full_like(step, 2 / members[0].scale if self.target is None else self.target)
         new_q, new_k = decoupled_step(qk, press, step, target)
+        if self.growing_only:
+            new_q, new_k = limited(QK(new_q, new_k), GROWTH * first)
         for i, member in enumerate(members):
             assert member.query is not None
             for projection, old, new in ((member.query, w_q, new_q), (member.key, w_k, new_k)):

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from locater.qk import QK
 
-__all__ = ["decoupled_step", "growth_share", "penalty_gradient"]
+__all__ = ["GROWTH", "decoupled_step", "growth_share", "limited", "penalty_gradient"]
+
+GROWTH = 4.0
+"""No head's scale may be more than this times what it was at first, where growth is held."""
 
 
 def penalty_gradient(qk: QK, scale_strength: Tensor, mean_strength: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,3 +62,10 @@ def decoupled_step(qk: QK, scale_step: Tensor, mean_step: Tensor, target: Tensor
 def growth_share(qk: QK, first: Tensor) -> Tensor:
     """From 0, where tr(W_QKᵀW_QK) is at most what it was at `first`, to 1, where it is twice that or more."""
     return (qk.scale() / first - 1).clamp(0, 1)
+
+
+def limited(qk: QK, most: Tensor) -> tuple[Tensor, Tensor]:
+    """W_Q and W_K with tr(W_QKᵀW_QK) at most `most`: both are scaled alike, or W_Q alone where heads share a key."""
+    ratio = (most / qk.scale()).clamp(max=1)[..., None, None]
+    shared = qk.w_k.ndim > 2 and qk.w_k.shape[-3] < qk.w_q.shape[-3]
+    return (ratio.sqrt() * qk.w_q, qk.w_k) if shared else (ratio**0.25 * qk.w_q, ratio**0.25 * qk.w_k)

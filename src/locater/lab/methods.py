@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from locater.control.stacked import decoupled_step, growth_share
+from locater.control.stacked import GROWTH, decoupled_step, growth_share, limited
 from locater.lab.config import ModelConfig
 from locater.measure import max_logits
 from locater.qk import QK
@@ -327,7 +327,7 @@ class DecoupledLocAteR(Method):
         step = (rate * hold * self.strength)[:, None, None]
         w_q, w_k = _factors(values, self.config)
         qk = QK(w_q, w_k)
-        new_q, new_k = decoupled_step(qk, self._press(qk, step), *self._pull(step))
+        new_q, new_k = self._limited(*decoupled_step(qk, self._press(qk, step), *self._pull(step)), hold)
         w_q.copy_(new_q)
         w_k.copy_(new_k)
         return True
@@ -336,6 +336,10 @@ class DecoupledLocAteR(Method):
         """The step down the scale."""
         del qk
         return step
+
+    def _limited(self, w_q: Tensor, w_k: Tensor, hold: Tensor) -> tuple[Tensor, Tensor]:
+        del hold
+        return w_q, w_k
 
     def _pull(self, step: Tensor) -> tuple[Tensor, Tensor]:
         """Step and target of the trace."""
@@ -352,7 +356,8 @@ class TracedLocAteR(DecoupledLocAteR):
 class AutoLocAteR(TracedLocAteR):
     """The same, but a head's scale is pressed only by how far it has grown beyond what it began with.
 
-    Where nothing grows, only the trace is held; from twice the first scale on, the full step is made.
+    Where nothing grows, only the trace is held; from twice the first scale on, the full step is made; beyond GROWTH
+    times the first no head's scale can go.
     """
 
     def start(self, values: Parameters, seeds: Tensor) -> None:
@@ -364,6 +369,9 @@ class AutoLocAteR(TracedLocAteR):
 
     def _press(self, qk: QK, step: Tensor) -> Tensor:
         return growth_share(qk, self._first) * step
+
+    def _limited(self, w_q: Tensor, w_k: Tensor, hold: Tensor) -> tuple[Tensor, Tensor]:
+        return limited(QK(w_q, w_k), GROWTH * self._first / hold)
 
 
 METHODS: dict[str, type[Method]] = {
