@@ -37,7 +37,8 @@ class DecoupledLocAteR:
         share · tr(W_QKᵀW_QK) + (tr W_QK − target)²
 
     `share` is 0 while a head's scale is at most what it was when this was made, 1 from twice that on: where nothing
-    grows, nothing is pressed; and no scale goes beyond four times its first, whatever the learning rate does. With
+    grows, nothing is pressed; and no scale goes beyond four times its first, or, where that was small, beyond d_head (a
+    logit's standard deviation of 1 between independent tokens), whatever the learning rate does. With
     `growing_only=False` share is 1 and there is no such end. `target`, 2 / (the logits' scale) unless given, is
     where the theory has tokens begin to localise: tr W_QK = 2 √d_head. Strengths from 1 to 10 do the same within
     seeds' spread (docs/arena.md). `schedule`, if given, multiplies the strength: a function of the number of steps
@@ -110,7 +111,8 @@ class DecoupledLocAteR:
         target = torch.full_like(step, 2 / members[0].scale if self.target is None else self.target)
         new_q, new_k = decoupled_step(qk, press, step, target)
         if self.growing_only:
-            new_q, new_k = limited(QK(new_q, new_k), GROWTH * first)
+            # weights that start small may grow to logits of ordinary size, a standard deviation of ½, first
+            new_q, new_k = limited(QK(new_q, new_k), GROWTH * first.clamp(min=1 / (4 * members[0].scale ** 2)))
         for i, member in enumerate(members):
             assert member.query is not None
             for projection, old, new in ((member.query, w_q, new_q), (member.key, w_k, new_k)):
