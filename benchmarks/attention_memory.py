@@ -11,11 +11,12 @@ import json
 import math
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from _turns import taking_turns
 
 TOKENS, WIDTH, THREADS, ROUNDS, REPEATS = 8192, 64, 2, 5, 3
 
@@ -75,11 +76,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         print(json.dumps(measure(sys.argv[1])))
         return
-    found: dict[str, list[dict[str, float]]] = {"materialised": [], "blocks": []}
-    for _ in range(ROUNDS):
-        for which, results in found.items():
-            done = subprocess.run([sys.executable, __file__, which], capture_output=True, text=True, check=True)
-            results.append(json.loads(done.stdout.splitlines()[-1]))
+    found = taking_turns(__file__, ("materialised", "blocks"), ROUNDS)
     for which, results in found.items():
         seconds = ", ".join(f"{r['seconds']:.2f}" for r in results)
         peaks = ", ".join(f"{r['megabytes']:.0f}" for r in results)

@@ -7,38 +7,16 @@ memory beyond inputs, every tile of the kernel's table, and the eager way: softm
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from _cuda import extra_memory, milliseconds
 from locater.measure import _kernels, attention_statistics
 
 HEADS, WIDTH, LENGTHS = 16, 64, (16_384, 65_536)
-
-
-def milliseconds(run: Callable[[], object], repeats: int = 7) -> float:
-    """The median, after three that are not counted."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 4)]
-    for mark in marks:
-        mark.record()
-        run()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks[3:]))
-
-
-def extra_memory(run: Callable[[], object]) -> float:
-    """MB at the peak beyond what was there before."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
 def eager(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+from _turns import taking_turns
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "lab"))
-sys.path.insert(0, str(Path(__file__).parent))
 
 UPDATES, ROUNDS = 6, 3
 
@@ -54,11 +54,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         print(json.dumps(measure(sys.argv[1])))
         return
-    found: dict[str, list[dict[str, float]]] = {"plain": [], "lab": []}
-    for _ in range(ROUNDS):
-        for which, results in found.items():
-            done = subprocess.run([sys.executable, __file__, which], capture_output=True, text=True, check=True)
-            results.append(json.loads(done.stdout.splitlines()[-1]))
+    found = taking_turns(__file__, ("plain", "lab"), ROUNDS)
     best = {which: max(r["rate"] for r in results) for which, results in found.items()}
     for which, results in found.items():
         rates = ", ".join(f"{r['rate']:.2f}" for r in results)

@@ -7,13 +7,12 @@ reaches in long products and copies. A batch has 4,096 tokens, of 33,280 words; 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 
+from _cuda import milliseconds
 from locater.lab import _kernels
 from locater.lab._random import site_key
 
@@ -21,14 +20,9 @@ E, N, V = 12, 4096, 33280
 FLOPS, BYTES = 790e12, 4.2e12
 
 
-def milliseconds(run: Callable[[], object], repeats: int = 7) -> float:
-    """The median for one model, after three that are not counted."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 4)]
-    for mark in marks:
-        mark.record()
-        run()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks[3:])) / E
+def each(run: Callable[[], object], repeats: int = 7) -> float:
+    """Milliseconds for one of the models, which are done together."""
+    return milliseconds(run, repeats) / E
 
 
 def line(name: str, ms: float, flops: float, traffic: float, note: str = "") -> None:
@@ -77,15 +71,15 @@ class Problem:
         x, w, e, width = self.x, self.w, self.exponentials, self.width
         traffic = self.small + 2.0 * N * V
         words, tokens = torch.empty_like(w), torch.empty_like(x)
-        forward = milliseconds(lambda: torch.bmm(x, w.mT, out=e))
+        forward = each(lambda: torch.bmm(x, w.mT, out=e))
         e.fill_(1e-4)
-        to_x = milliseconds(lambda: torch.bmm(e, w, out=tokens))
-        to_w = milliseconds(lambda: torch.bmm(e.mT, x, out=words))
+        to_x = each(lambda: torch.bmm(e, w, out=tokens))
+        to_w = each(lambda: torch.bmm(e.mT, x, out=words))
         line("logits", forward, self.product, traffic)
         line("logits' gradient with the words: the tokens' gradient", to_x, self.product, traffic)
         line("logits' gradient with the tokens: the words' gradient", to_w, self.product, traffic)
         try:
-            wide = milliseconds(lambda: torch.bmm(e.mT, x, out_dtype=torch.float32))
+            wide = each(lambda: torch.bmm(e.mT, x, out_dtype=torch.float32))
         except (RuntimeError, TypeError) as error:
             print(f"  the same summed and left in float32: {str(error).splitlines()[0][:80]}")
         else:
@@ -111,10 +105,10 @@ class Problem:
                 x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
                 torch.nn.functional.cross_entropy(x @ w.mT, targets).backward()
 
-        line("exponentials kept, one product of PyTorch's", milliseconds(lambda: stored(True)), products, self.small)
-        line("exponentials kept, two products of PyTorch's", milliseconds(lambda: stored(False)), products, self.small)
-        line("exponentials made again, no product of PyTorch's", milliseconds(again), products, self.small)
-        line("PyTorch's cross-entropy, bfloat16, by autograd", milliseconds(autograd, 3), products, self.small)
+        line("exponentials kept, one product of PyTorch's", each(lambda: stored(True)), products, self.small)
+        line("exponentials kept, two products of PyTorch's", each(lambda: stored(False)), products, self.small)
+        line("exponentials made again, no product of PyTorch's", each(again), products, self.small)
+        line("PyTorch's cross-entropy, bfloat16, by autograd", each(autograd, 3), products, self.small)
 
 
 def adamw(width: int) -> None:
@@ -123,7 +117,7 @@ def adamw(width: int) -> None:
     low, one = p.bfloat16(), torch.ones(E, device="cuda")
     given = {"learning_rate": 1e-3 * one, "decay": 0.1 * one, "step": 10 * one, "active": one}
     print(f" AdamW on {count:,} parameters")
-    line("this", milliseconds(lambda: _kernels.adamw_(p, g, m, v, low, **given)), 0, 30.0 * count)
+    line("this", each(lambda: _kernels.adamw_(p, g, m, v, low, **given)), 0, 30.0 * count)
     parameter = torch.nn.Parameter(p)
     parameter.grad = g
     optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -132,7 +126,7 @@ def adamw(width: int) -> None:
         optimizer.step()
         low.copy_(p)
 
-    line("PyTorch's, fused, and the copy in bfloat16", milliseconds(pytorch), 0, 30.0 * count)
+    line("PyTorch's, fused, and the copy in bfloat16", each(pytorch), 0, 30.0 * count)
 
 
 def dropout(width: int) -> None:
@@ -142,10 +136,10 @@ def dropout(width: int) -> None:
     step = torch.tensor(3, device="cuda")
     traffic = 4.0 * N * width
     print(f" dropout on {N:,} × {width} in bfloat16")
-    line("this", milliseconds(lambda: _kernels.dropout(x, key, rate)), 0, traffic)
-    line("this, added to a residual", milliseconds(lambda: _kernels.dropout_add(x, x, key, rate)), 0, 1.5 * traffic)
-    line("keys of five sites", milliseconds(lambda: site_key(seeds, step, sites)), 0, traffic)
-    line("PyTorch's", milliseconds(lambda: torch.nn.functional.dropout(x, rate)), 0, traffic)
+    line("this", each(lambda: _kernels.dropout(x, key, rate)), 0, traffic)
+    line("this, added to a residual", each(lambda: _kernels.dropout_add(x, x, key, rate)), 0, 1.5 * traffic)
+    line("keys of five sites", each(lambda: site_key(seeds, step, sites)), 0, traffic)
+    line("PyTorch's", each(lambda: torch.nn.functional.dropout(x, rate)), 0, traffic)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import time
 import torch
 from torch import nn
 
+from _cuda import extra_memory
 from locater import LocAteR
 
 
@@ -48,16 +49,6 @@ def milliseconds(run, device: str, repeats: int) -> float:
         if repeat >= 3:
             times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times)
-
-
-def extra_memory(run) -> float:
-    """MB above what is there before, at the peak."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
 def dense_autograd(reg: LocAteR):

@@ -13,9 +13,9 @@ import pytest
 
 from pages import ROOT
 
-pytest.importorskip("mkdocs", reason="no mkdocs: make docs, or pip install 'locater[docs]'")
-pytest.importorskip("material", reason="no mkdocs-material: make docs, or pip install 'locater[docs]'")
-pytest.importorskip("mkdocstrings", reason="no mkdocstrings: make docs, or pip install 'locater[docs]'")
+pytest.importorskip("mkdocs", reason="no mkdocs: pip install 'locater[docs]'")
+pytest.importorskip("material", reason="no mkdocs-material: pip install 'locater[docs]'")
+pytest.importorskip("mkdocstrings", reason="no mkdocstrings: pip install 'locater[docs]'")
 pytest.importorskip("plotly", reason="no plotly: pip install 'locater[report]'")
 
 pytest_plugins = ["browser"]

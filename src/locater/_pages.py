@@ -1,26 +1,33 @@
 """One-file HTML pages that need nothing but themselves: no network, open from disk, plotly.js inside.
 
-plotly.js comes with the Python package `plotly` (extra `report`), 4.8 MB of text. A page carries it gzipped in base64,
-2 MB, in an element of its own, and `UNPACK` gives the page's script a function that inflates and runs it.
+A page carries plotly.js gzipped in base64 in an element of its own, and `UNPACK` gives the page's script a function
+that inflates and runs it.
 """
 
 from __future__ import annotations
 
 import base64
-import gzip
 import hashlib
+import html
 import json
-import re
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from locater.errors import LocaterError, require
+from locater.errors import LocaterError
 
-__all__ = ["TRACES", "UNPACK", "inert", "plotly", "policy", "put", "quick", "script_hash"]
+__all__ = ["UNPACK", "head", "inert", "put", "script_hash"]
 
-TRACES = ("heatmap",)
-"""Those that pages draw with, besides plotly's core: scatter."""
+_HEAD = """\
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{{POLICY}}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="referrer" content="no-referrer">
+<title>{{TITLE}} · locater</title>
+<link rel="icon" href="data:,">
+<style>
+{{STYLE}}
+</style>"""
 
 UNPACK = """\
 /** Runs the script that the element `id` holds, gzip in base64. */
@@ -35,44 +42,21 @@ async function unpack(id) {
 """
 
 
-@cache
-def plotly() -> tuple[str, str]:
-    """plotly.js, minified, its licence on top, as `unpack` takes it, and its hash for `policy`."""
-    source = quick(str(require("plotly.offline", "report").get_plotlyjs()))
-    return base64.b64encode(gzip.compress(source.encode(), compresslevel=9, mtime=0)).decode(), script_hash(source)
-
-
-def quick(source: str) -> str:
-    """plotly.js that starts in a third of the time, with the traces of `TRACES` alone.
-
-    As it comes, it starts all its fifty kinds of traces when it is loaded, globes and street maps among them; and a
-    browser parses its outer function twice, since it is not in the brackets that tell of a call. A source of another
-    shape is given back as it is.
-    """
-    wanted = json.dumps(TRACES)
-    made, found = re.subn(
-        r"\b([\w$]+)\.register\(\[((?:[\w$]+\(\),?){20,})\]\)",
-        lambda call: (
-            f"{call[1]}.register((w=>{{const k=[];for(const f of [{call[2].replace('()', '')}]){{const m=f();k.push(m);"
-            f"w=w.filter(n=>n!==m.name);if(!w.length)break}}return k}})({wanted}))"
-        ),
-        source,
-    )
-    start, arrow, inside = made.partition("? self : this, () => {")
-    if found != 1 or not arrow or len(start) > 2000 or not inside.rstrip().endswith("}));"):
-        return source
-    return f"{start}? self : this, (() => {{{inside.rstrip().removesuffix('}));')}}})));\n"
-
-
 def script_hash(source: str) -> str:
     """By which a policy knows a script."""
     return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
 
 
-def policy(*hashes: str, workers: bool = False) -> str:
+def head(title: str, style: str, hashes: Sequence[str], *, workers: bool = False) -> str:
+    """What stands in a page's head. Scripts of these hashes run and no other; `workers` may come from Blobs."""
+    shown = html.escape(title).encode("utf-8", "replace").decode()
+    return put(_HEAD, {"POLICY": _policy(hashes, workers), "TITLE": shown, "STYLE": style})
+
+
+def _policy(hashes: Sequence[str], workers: bool) -> str:
     """A Content-Security-Policy that lets the scripts of these hashes run and no other, and nothing be fetched or sent.
 
-    Scripts are hashed as the browser sees them, where every line ends in a line feed. `workers` may come from Blobs.
+    Scripts are hashed as the browser sees them, where every line ends in a line feed.
     """
     rules = {
         "default-src": "'none'",

@@ -22,14 +22,22 @@ def writable_folder(folder: Path) -> Path:
 
 
 def write_file(path: Path, content: bytes) -> Path:
-    """Writes beside the target, then moves it there in one step."""
+    """Writes beside the target, then moves it there in one step.
+
+    A link stays, and its target is written; into what is no file, a pipe or /dev/stdout, the content is put.
+    """
     temporary = None
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        target = path.resolve()
+        if target.exists() and not target.is_file() and not target.is_dir():
+            with target.open("wb") as pipe:
+                pipe.write(content)
+            return path
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         with os.fdopen(handle, "wb") as file:
             file.write(content)
         os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except OSError as error:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)

@@ -25,6 +25,13 @@ def weights(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@torch.no_grad()
+def grow(model, factor):
+    """All queries, and so the square root of every scale."""
+    for attention in attentions(model):
+        attention.query.weight.mul_(factor)
+
+
 @pytest.mark.parametrize("family", MODELS)
 def test_a_small_step_is_the_gradient_of_the_penalty_for_every_family(family):
     """In float64, against autograd through d_model × d_model matrices."""
@@ -84,9 +91,7 @@ def test_what_has_grown_is_pressed_back():
     torch.manual_seed(0)
     model = build("gpt2")
     reg = DecoupledLocAteR(model)
-    with torch.no_grad():
-        for attention in reg.attentions:
-            attention.query.weight.mul_(10)
+    grow(model, 10)
     grown = [attention.qk().scale() for attention in reg.attentions]
     for _ in range(50):
         reg.step_(1e-2)
@@ -100,13 +105,116 @@ def test_no_scale_goes_beyond_four_times_its_first(family):
     model = build(family)
     reg = DecoupledLocAteR(model)
     first = [attention.qk().scale() for attention in reg.attentions]
-    with torch.no_grad():
-        for attention in reg.attentions:
-            attention.query.weight.mul_(100)
+    grow(model, 100)
     reg.step_(1e-6)
     for attention, before in zip(reg.attentions, first, strict=True):
         most = 4 * before.clamp(min=1 / (4 * attention.scale**2))
         torch.testing.assert_close(attention.qk().scale(), most, rtol=1e-2, atol=0.0)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_queries_that_begin_at_zero_are_given_the_trace_and_stay_finite(family):
+    torch.manual_seed(0)
+    model = build(family)
+    with torch.no_grad():
+        for attention in attentions(model):
+            attention.query.weight.zero_()
+    reg = DecoupledLocAteR(model)
+    for _ in range(20):
+        reg.step_(1e-2)
+    for attention in reg.attentions:
+        qk = attention.qk()
+        assert qk.w_q.isfinite().all()
+        assert qk.w_k.isfinite().all()
+        assert (qk.trace() > 0.5 / attention.scale).all()
+
+
+def split(model, **key_options):
+    """An optimizer with the keys in a group of their own."""
+    keys = [attention.key.tensor for attention in attentions(model)]
+    rest = [p for p in model.parameters() if all(p is not key for key in keys)]
+    return torch.optim.SGD([{"params": rest}, {"params": keys, **key_options}], lr=0.1)
+
+
+def stepped(model, optimizer):
+    """The regulariser after one step without gradients."""
+    reg = DecoupledLocAteR(model).attach(optimizer)
+    optimizer.step()
+    return reg
+
+
+def test_queries_and_keys_in_two_groups_or_two_optimizers_move_as_in_one():
+    torch.manual_seed(0)
+    models = [build("llama")]
+    models += [copy.deepcopy(models[0]) for _ in range(2)]
+    stepped(models[0], torch.optim.SGD(models[0].parameters(), lr=0.1))
+    stepped(models[1], split(models[1]))
+    for a, b in zip(weights(models[0]).values(), weights(models[1]).values(), strict=True):
+        torch.testing.assert_close(a, b)
+    keys = [attention.key.tensor for attention in attentions(models[2])]
+    queries = [attention.query.tensor for attention in attentions(models[2])]
+    two = [torch.optim.SGD(parameters, lr=0.1) for parameters in (queries, keys)]
+    reg = DecoupledLocAteR(models[2])
+    for optimizer in two:
+        reg.attach(optimizer)
+    for _ in range(5):
+        for optimizer in two:
+            optimizer.step()
+    assert reg.step == 5
+
+
+@pytest.mark.parametrize("how", ["rate 0", "nobody's"])
+def test_keys_that_no_optimizer_moves_stay_as_they_are(how):
+    torch.manual_seed(0)
+    model = build("llama")
+    keys = [attention.key.weight.detach().clone() for attention in attentions(model)]
+    queries = [attention.query.tensor for attention in attentions(model)]
+    before = [query.detach().clone() for query in queries]
+    stepped(model, split(model, lr=0.0) if how == "rate 0" else torch.optim.SGD(queries, lr=0.1))
+    for attention, q, k in zip(attentions(model), before, keys, strict=True):
+        assert torch.equal(attention.key.weight, k)
+        assert not torch.equal(attention.query.tensor, q)
+
+
+@pytest.mark.parametrize("family", ["gptj", "llama"])
+@pytest.mark.parametrize("frozen", ["query", "key"])
+def test_the_limit_holds_where_one_factor_is_frozen(family, frozen):
+    torch.manual_seed(0)
+    model = build(family)
+    for attention in attentions(model):
+        getattr(attention, frozen).tensor.requires_grad_(False)
+    reg = DecoupledLocAteR(model)
+    first = [attention.qk().scale() for attention in reg.attentions]
+    with torch.no_grad():
+        for attention in reg.attentions:
+            (attention.key if frozen == "query" else attention.query).weight.mul_(100)
+    reg.step_(1e-6)
+    for attention, before in zip(reg.attentions, first, strict=True):
+        most = 4 * before.clamp(min=1 / (4 * attention.scale**2))
+        assert (attention.qk().scale() <= most * (1 + 1e-3)).all()
+
+
+def test_a_schedule_at_zero_lets_go_of_everything():
+    torch.manual_seed(0)
+    model = build("gpt2")
+    reg = DecoupledLocAteR(model, schedule=lambda _: 0.0)
+    grow(model, 100)
+    before = weights(model)
+    reg.step_(0.1)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), weights(model).values(), strict=True))
+    with pytest.raises(LocaterError, match="the schedule gives nan at step 0"):
+        DecoupledLocAteR(model, schedule=lambda _: math.nan).step_(0.1)
+    with pytest.raises(LocaterError, match="schedule must be a function"):
+        DecoupledLocAteR(model, schedule=5)
+
+
+def test_a_loaded_state_moves_the_schedule_of_an_optimizer_that_is_attached():
+    model = build("gpt2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reg = DecoupledLocAteR(model).attach(optimizer)
+    reg.load_state_dict({**reg.state_dict(), "step": 500})
+    optimizer.step()
+    assert reg.step == 501
 
 
 def test_attached_it_steps_after_the_optimizer_at_its_rate_and_only_there():
@@ -161,15 +269,21 @@ def test_a_resumed_run_remembers_the_first_scales():
     torch.manual_seed(0)
     model = build("gpt2")
     reg = DecoupledLocAteR(model)
-    with torch.no_grad():
-        for attention in reg.attentions:
-            attention.query.weight.mul_(3)
+    grow(model, 3)
     resumed = DecoupledLocAteR(model)
     assert resumed.measure() != reg.measure()
     resumed.load_state_dict(reg.state_dict())
     assert resumed.measure() == pytest.approx(reg.measure())
-    with pytest.raises(LocaterError, match="for this model"):
-        DecoupledLocAteR(build("llama")).load_state_dict(reg.state_dict())
+    for wrong, words in (
+        (DecoupledLocAteR(build("llama")).state_dict(), "its modules are others"),
+        ({**reg.state_dict(), "first": 3}, "its modules are others"),
+        ({**reg.state_dict(), "first": dict.fromkeys(reg.state_dict()["first"], "a")}, "no numbers"),
+        ({**reg.state_dict(), "first": {name: [1.0] for name in reg.state_dict()["first"]}}, "has other heads"),
+        ({"step": 3}, "it lacks first, strength, target"),
+        (None, "it lacks everything"),
+    ):
+        with pytest.raises(LocaterError, match=words):
+            resumed.load_state_dict(wrong)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +292,8 @@ def test_a_resumed_run_remembers_the_first_scales():
         ({"strength": -1}, "strength must be a finite number that is not negative, got -1"),
         ({"strength": "high"}, "strength must be a finite number"),
         ({"target": math.inf}, "target must be a finite number, got inf"),
+        ({"target": True}, "target must be a finite number, got True"),
+        ({"growing_only": "no"}, "growing_only must be true or false, got 'no'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(more, words):

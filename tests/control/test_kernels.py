@@ -1,36 +1,33 @@
 """The Triton kernels against the formula in float64, with every layout that weights are stored in.
 
-Without a GPU they run in Triton's interpreter, which has to be chosen before Triton is imported: in a process of
-their own, started by the first test here.
+Without a GPU they run in Triton's interpreter, as `interpreter` says.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from interpreter import (
+    DEVICE,
+    INTERPRETED,
+    ON_GPU,
+    imported_without_triton,
+    passes_in_the_interpreter,
+    runs,
+    runs_elsewhere,
+)
+from locater import _triton
 from locater.control import _kernels
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = "cuda" if ON_GPU else "cpu"
 SCALE, MEAN, TARGET = 0.3, 0.7, 1.5
 
 pytest.importorskip("triton")
-runs = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="runs in the process of the first test")
 
 
-@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the tests below run here")
+@runs_elsewhere
 def test_everything_below_passes_in_the_interpreter():
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    passes_in_the_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -255,16 +252,12 @@ def test_what_is_not_supported_is_said():
 
 
 def test_tensors_on_a_cpu_are_left_to_pytorch(monkeypatch):
-    monkeypatch.setattr(_kernels, "_INTERPRETED", False)
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
     q, k = plain(2, 3, 16, 40, device="cpu"), plain(2, 1, 16, 40, device="cpu")
     assert not _kernels.supported(q, k, q, k)
 
 
 def test_without_triton_the_module_imports_and_supports_nothing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    spec = importlib.util.spec_from_file_location("kernels_without_triton", _kernels.__file__)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
+    _, module = imported_without_triton(monkeypatch, _triton, _kernels)
     q, k = plain(2, 3, 16, 40), plain(2, 1, 16, 40)
     assert not module.supported(q, k, q, k)

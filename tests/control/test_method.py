@@ -218,3 +218,18 @@ def test_the_python_of_the_page_runs():
     for block in blocks:
         exec(compile(block, page.name, "exec"), names)
     assert [method.name for method in applied(names["model"])] == ["softcap", "attention z-loss"]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_method_remembers_is_in_its_state_and_goes_on_from_there(name):
+    """Besides the model's own state: LocAteR's step, and what the decoupled form takes for an ordinary scale."""
+    model = ready("llama")
+    handle = METHODS[name]().apply(model, optimizer_of(model))
+    state = handle.state_dict()
+    assert ("step" in state) == name.startswith("LocAteR")
+    other = ready("llama")
+    resumed = METHODS[name]().apply(other, optimizer_of(other))
+    resumed.load_state_dict({**state, "step": 7} if state else {})
+    assert resumed.state_dict() == ({**state, "step": 7} if state else {})
+    with pytest.raises(LocaterError):
+        resumed.load_state_dict({"nonsense": 1})

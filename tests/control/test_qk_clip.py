@@ -41,6 +41,14 @@ def still(model):
     return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
+def clip(model, given, threshold):
+    """One such step under QK-clip."""
+    optimizer = still(model)
+    handle = QKClip(threshold).apply(model, optimizer)
+    one_step(model, optimizer, given)
+    return handle
+
+
 def products(model, states):
     """scale · q·k of every head (B, heads, Tq, Tk) by module, for the states that entered, as the registry has it."""
     found = {}
@@ -72,9 +80,7 @@ def test_no_head_exceeds_the_threshold_on_the_batch_that_set_it(family):
     before = products(model, states)
     tops = torch.cat(list(largest(family, before).values()))
     threshold = tops.median().item()
-    optimizer = still(model)
-    handle = QKClip(threshold).apply(model, optimizer)
-    one_step(model, optimizer, given)
+    handle = clip(model, given, threshold)
     after = products(model, states)
     for name, top in largest(family, before).items():
         # logits of each head by the factor of that head alone: those below are as they were
@@ -88,9 +94,7 @@ def test_no_head_exceeds_the_threshold_on_the_batch_that_set_it(family):
 def test_in_fused_layouts_only_query_and_key_rows_change(family):
     model, given = ready(family), batch(family)
     before = copy.deepcopy(model.state_dict())
-    optimizer = still(model)
-    QKClip(0.01).apply(model, optimizer)
-    one_step(model, optimizer, given)
+    clip(model, given, 0.01)
     scaled = {}
     for attention in attentions(model):
         for projection in (attention.query, attention.key):
@@ -106,9 +110,7 @@ def test_in_fused_layouts_only_query_and_key_rows_change(family):
 def test_a_shared_key_head_is_left_alone_and_the_query_takes_all():
     model, given = ready("llama"), batch("llama")
     old = copy.deepcopy(attentions(model))
-    optimizer = still(model)
-    QKClip(0.01).apply(model, optimizer)
-    one_step(model, optimizer, given)
+    clip(model, given, 0.01)
     for was, now in zip(old, attentions(model), strict=True):
         assert torch.equal(was.key.weight, now.key.weight)
         assert (now.query.weight.norm() < 0.1 * was.query.weight.norm()).all()
@@ -117,9 +119,7 @@ def test_a_shared_key_head_is_left_alone_and_the_query_takes_all():
 def test_a_key_head_of_ones_own_is_scaled_as_the_query_is():
     model, given = ready("gpt2"), batch("gpt2")
     old = copy.deepcopy(attentions(model))
-    optimizer = still(model)
-    QKClip(0.01).apply(model, optimizer)
-    one_step(model, optimizer, given)
+    clip(model, given, 0.01)
     for was, now in zip(old, attentions(model), strict=True):
         ratios = [(b.weight / a.weight).mean((2, 3)) for a, b in ((was.query, now.query), (was.key, now.key))]
         torch.testing.assert_close(*ratios)
@@ -150,9 +150,7 @@ def test_a_model_of_one_layer_runs_at_the_threshold_afterwards():
         loss_of(model, given)
     tops = torch.tensor(seen.table().max_logit)
     threshold = tops.sort().values[1].item()  # two of four heads above
-    optimizer = still(model)
-    QKClip(threshold).apply(model, optimizer)
-    one_step(model, optimizer, given)
+    clip(model, given, threshold)
     with observe(model) as seen:
         loss_of(model, given)
     expected = tops.clamp(max=threshold)
@@ -264,9 +262,7 @@ def test_gradient_checkpointing_and_bfloat16():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     with recorded_logits(model) as states:
         loss_of(model, {**given, "use_cache": False})
-    optimizer = still(model)
-    QKClip(0.5).apply(model, optimizer)
-    one_step(model, optimizer, {**given, "use_cache": False})
+    clip(model, {**given, "use_cache": False}, 0.5)
     after = largest("llama", products(model, states))
     assert max(float(top.max()) for top in after.values()) <= 0.5 * (1 + 2**-6)  # bfloat16 logits round by 2⁻⁹
 

@@ -178,3 +178,26 @@ def test_torchs_own_module():
     optimizer.step()
     torch.testing.assert_close(model.in_proj_weight[:16], 0.95 * before[:16])
     assert torch.equal(model.in_proj_weight[16:], before[16:])
+
+
+def test_a_decay_beyond_everything_leaves_nothing_and_turns_no_sign():
+    model, given = ready("llama"), batch("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = {name: value.clone() for name, value in model.named_parameters() if is_qk(name)}
+    QKDecay(5.0).apply(model, optimizer)
+    loss_of(model, given).backward()
+    gradients = {name: value.grad.clone() for name, value in model.named_parameters() if is_qk(name)}
+    optimizer.step()
+    assert before
+    for name, value in model.named_parameters():
+        if is_qk(name):
+            torch.testing.assert_close(value.detach(), -0.5 * gradients[name])
+
+
+def test_an_optimizer_that_decays_everything_away_by_itself_is_named():
+    model, given = ready("llama"), batch("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=2.0)
+    QKDecay(0.1).apply(model, optimizer)
+    loss_of(model, given).backward()
+    with pytest.raises(LocaterError, match=r"learning rate of 0\.5 with a weight_decay of 2 leaves nothing"):
+        optimizer.step()

@@ -243,3 +243,20 @@ def test_what_it_cannot_be_applied_to():
     model.model.layers[1].self_attn.q_proj.weight = model.model.layers[0].self_attn.q_proj.weight
     with pytest.raises(LocaterError, match=r"q_proj.weight are one parameter, shared by 2 modules"):
         SigmaReparam().apply(model)
+
+
+def test_a_weight_of_zeros_is_named_and_the_model_left_as_it_was():
+    model = ready("gpt2")
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_proj.weight.zero_()
+    before = set(model.state_dict())
+    with pytest.raises(LocaterError, match=r"h\.1\.mlp\.c_proj\.weight is all zero"):
+        SigmaReparam("all").apply(model)
+    assert set(model.state_dict()) == before
+
+
+def test_gamma_is_frozen_where_its_weight_is():
+    model = ready("llama")
+    model.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
+    handle = SigmaReparam("qk").apply(model)
+    assert [gamma.requires_grad for gamma in handle.parameters] == [False, True, True, True]

@@ -1,43 +1,31 @@
 """The lab's Triton kernels against PyTorch in float64.
 
-Without a GPU they run in Triton's interpreter, which has to be chosen before Triton is imported: in a process of
-their own, started by the first test here.
+Without a GPU they run in Triton's interpreter, as `interpreter` says.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
 import torch
 
+from interpreter import DEVICE, ON_GPU, imported_without_triton, on_gpu, passes_in_the_interpreter, runs, runs_elsewhere
+from locater import _triton
 from locater.errors import LocaterError
 from locater.lab import _kernels
-from locater.lab._kernels import Tiles, adamw_, exp_logits, weight_gradient
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = "cuda" if ON_GPU else "cpu"
+from locater.lab._kernels import Tiles, _adamw, _dropout, _vocabulary, adamw_, exp_logits, weight_gradient
 
 pytest.importorskip("triton")
-runs = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="runs in the process of the first test")
-on_gpu = pytest.mark.skipif(not ON_GPU, reason="too large for the interpreter")
 
 HALF = 2.0 ** -(8 if ON_GPU else 7)  # the largest relative error of bfloat16; the interpreter cuts off, not rounds
 # logits are float32 sums of at most 128 products of a few units; then 2^-22 of exp2, and the sum over the words
 EXACT = 3e-5
 
 
-@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the tests below run here")
+@runs_elsewhere
 def test_everything_below_passes_in_the_interpreter():
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    passes_in_the_interpreter(__file__)
 
 
 # ---------------------------------------------------------------------- exponentials of logits, and their products
@@ -210,11 +198,11 @@ def test_operands_that_do_not_fit_are_refused():
 @on_gpu
 @pytest.mark.parametrize("width", [128, 32])
 def test_tuning_leaves_right_results_behind(width, monkeypatch):
-    monkeypatch.setattr(_kernels, "_TUNED", {})
+    monkeypatch.setattr(_vocabulary, "_TUNED", {})
     problem = Problem(2, 512, 1024, width)
     out = torch.empty(2, 512, 1024, dtype=torch.bfloat16, device=DEVICE)
     times = _kernels.tune(problem.x, problem.w, problem.shift, out=out)
-    assert set(_kernels._TUNED.values()) == {min(times, key=times.get)}
+    assert set(_vocabulary._TUNED.values()) == {min(times, key=times.get)}
     problem.check(*exp_logits(problem.x, problem.w, problem.shift, out=out), out)
 
 
@@ -357,16 +345,12 @@ def test_they_are_available_here():
 
 
 def test_tensors_on_a_cpu_are_left_to_pytorch(monkeypatch):
-    monkeypatch.setattr(_kernels, "_INTERPRETED", False)
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
     assert not _kernels.available(torch.empty(1))
 
 
-def test_without_triton_the_module_imports_and_nothing_is_available(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    spec = importlib.util.spec_from_file_location("lab_kernels_without_triton", _kernels.__file__)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
+def test_without_triton_the_modules_import_and_nothing_is_available(monkeypatch):
+    *_, module = imported_without_triton(monkeypatch, _triton, _adamw, _dropout, _vocabulary, _kernels)
     assert not module.available(torch.empty(1))
     assert not module.available(torch.empty(1, device=DEVICE))
 

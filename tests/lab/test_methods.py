@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from locater import QK, LocaterError
-from locater.control.stacked import decoupled_step, growth_share, limited, penalty_gradient
+from locater.control.stacked import decoupled_step, held_step, limited, ordinary_scale, penalty_gradient
 from locater.lab import Config, Member, ModelConfig, Stack, load_corpus
 from locater.lab.config import METHOD_NAMES
 from locater.lab.methods import METHODS, Softcap, ZLoss
@@ -156,6 +156,16 @@ def test_after_qk_clip_no_logit_exceeds_tau_on_the_batch_that_set_it(corpus):
     assert (max_logits(q[0], k[0]).amax(0) <= tau * (1 + 1e-4)).all()
 
 
+def test_qk_clip_leaves_heads_alone_whose_logits_are_below_tau_be_they_all_negative_or_no_numbers(corpus):
+    stack = stack_of("qk-clip", corpus, Member("one", strength=1.0))
+    values = stack.body(stack.segments["body"].value)
+    before = {name: value.clone() for name, value in values.items()}
+    for largest in (-3.0, 0.5, math.inf, math.nan):
+        stack.method._largest.fill_(largest)
+        stack.method.after_update(values, torch.ones(1), torch.ones(()))
+    assert all(torch.equal(value, before[name]) for name, value in values.items())
+
+
 def test_softcap_is_attention_with_capped_logits_and_none_with_a_high_cap():
     torch.manual_seed(0)
     q, k, v = (3 * torch.randn(2, 3, 2, 7, 8, dtype=torch.float64) for _ in range(3))
@@ -257,30 +267,54 @@ def test_steps_without_a_task_end_where_the_penalty_is_lowest():
     torch.testing.assert_close(traces[0] - traces[1], start[0] - start[1], rtol=0.3, atol=0.0)
 
 
-def test_auto_presses_no_head_that_has_not_grown():
-    qk = factors(0)
-    assert torch.equal(growth_share(qk, qk.scale()), torch.zeros(3, dtype=torch.float64))
-    torch.testing.assert_close(growth_share(qk, qk.scale() / 1.5), torch.full((3,), 0.5, dtype=torch.float64))
-    assert torch.equal(growth_share(qk, qk.scale() / 9), torch.ones(3, dtype=torch.float64))
+@given(st.integers(0, 1000), st.floats(-4, 8), st.floats(-20, 20), st.floats(-1.5, 1.5))
+def test_no_pull_however_strong_carries_the_trace_past_its_target(seed, exponent, target, aligned):
+    """Factors that point the same way, or opposite ways, are where the trace moves most."""
+    qk = factors(seed)
+    qk = QK(qk.w_q, 0.3 * qk.w_k + aligned * qk.w_q)
+    step, target = (torch.tensor(x, dtype=torch.float64) for x in (10.0**exponent, target))
+    before = qk.trace() - target
+    after = QK(*decoupled_step(qk, torch.zeros_like(step), step, target)).trace() - target
+    assert (after * before.sign() >= -1e-9 * (1 + before.abs())).all()
+    assert (after.abs() <= before.abs() * (1 + 1e-9)).all()
+
+
+def test_a_held_step_presses_a_head_by_how_far_it_has_grown():
+    qk, step = factors(0), torch.tensor(0.01, dtype=torch.float64)
+    target = qk.trace()  # so that nothing pulls
+    for ordinary, share in ((qk.scale(), 0.0), (qk.scale() / 1.5, 0.5), (qk.scale() / 9, 1.0)):
+        expected = decoupled_step(qk, share * step, step, target)
+        for found, other in zip(held_step(qk, step, target, ordinary), expected, strict=True):
+            torch.testing.assert_close(found, other)
+
+
+def test_an_ordinary_scale_is_the_first_or_that_of_logits_of_half_a_standard_deviation():
+    first, width = torch.tensor([0.0, 3.0, 70.0]), 64
+    assert ordinary_scale(first, width**-0.5).tolist() == [16.0, 16.0, 70.0]
+    random = torch.Generator().manual_seed(0)
+    qk = QK(*(torch.randn(width, 256, generator=random) / 256**0.5 for _ in range(2)))  # a scale of about 64
+    x, y = torch.randn(2, 4000, 256, generator=random)
+    spread = (x @ qk.dense() * y).sum(1).std() / width**0.5
+    assert float(spread / (qk.scale() / 16).sqrt()) == pytest.approx(0.5, rel=0.05)
 
 
 def test_what_is_limited_has_at_most_the_scale_and_is_otherwise_as_it_was():
     qk = factors(0)
     for most in (0.3 * qk.scale(), 2 * qk.scale()):
-        found = QK(*limited(qk, most))
+        found = QK(*limited(qk, most / 4))
         torch.testing.assert_close(found.scale(), torch.minimum(most, qk.scale()))
         ratio = (found.scale() / qk.scale()).sqrt()[:, None, None]
         torch.testing.assert_close(found.dense(), ratio * qk.dense())
         torch.testing.assert_close(found.w_q / qk.w_q, found.w_k / qk.w_k)
 
 
-def test_no_learning_rate_carries_a_scale_beyond_four_times_its_first(corpus):
+def test_no_learning_rate_carries_a_scale_beyond_four_times_its_ordinary_one(corpus):
     stack = stack_of("locater-auto", corpus, Member("wild", learning_rate=1.0, strength=3.0))
-    first = stack.method.state()["first"].clone()
+    first, width = stack.method.state()["first"].clone(), stack.config.model.head_width
     for _ in range(10):
         stack.advance()
         scale = torch.tensor(stack.measure()[0]["scale"])
-        assert (scale <= 4 * first[0] * (1 + 1e-4)).all()
+        assert (scale <= 4 * ordinary_scale(first[0], width**-0.5) * (1 + 1e-4)).all()
 
 
 def test_auto_holds_what_runs_away_without_it(corpus):

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.nn import functional
 
+from interpreter import DEVICE, INTERPRETED, ON_GPU, passes_in_the_interpreter, runs_elsewhere
 from locater.lab import _kernels
 from locater.lab._norm import add_norm
 from locater.lab._random import keep_mask, site_key
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = "cuda" if ON_GPU else "cpu"
 
-
-@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the tests below run with the kernels here")
+@runs_elsewhere
 def test_everything_below_passes_in_the_interpreter():
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    passes_in_the_interpreter(__file__)
 
 
 @pytest.mark.parametrize("both", [True, False])  # whether the sum is used beside what is normed

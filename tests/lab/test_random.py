@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from interpreter import DEVICE, ON_GPU, passes_in_the_interpreter, runs, runs_elsewhere
 from locater.errors import LocaterError
 from locater.lab._random import dropout, dropout_add, dropout_bits, keep_mask, site_key
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = "cuda" if ON_GPU else "cpu"
 SEEDS = torch.tensor([0, 1, 12345, 2**40])
 COUNT = 1 << 18
 
-runs = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="runs in the process of the first test")
 
-
-@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the tests below run here")
+@runs_elsewhere
 def test_kernel_and_pytorch_agree_in_the_interpreter():
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    passes_in_the_interpreter(__file__)
 
 
 def masks(rate, steps=(0, 1, 2), sites=(0, 1, 2)):

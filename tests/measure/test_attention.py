@@ -15,6 +15,7 @@ from materialised import TOLERANCE, check, check_rho, last_rows, materialised, p
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from locater import _triton
 from locater.errors import LocaterError
 from locater.measure import _blocks, _kernels, attention, attention_statistics, signal_propagation
 
@@ -418,5 +419,5 @@ def test_queries_that_are_not_there_are_named(queries):
 
 
 def test_on_a_cpu_the_kernel_is_not_asked(monkeypatch):
-    monkeypatch.setattr(_kernels, "_INTERPRETED", False)
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
     assert not _kernels.applies(Q, K, _kernels.View(1.0))

@@ -296,6 +296,71 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(mistake, place, tmp_pa
     assert not any(outputs.iterdir())
 
 
+# ---------------------------------------------------------------- alarms since an earlier measurement
+
+
+@pytest.fixture(scope="module")
+def before(place, tmp_path_factory):
+    file = tmp_path_factory.mktemp("since") / "before.json"
+    assert run(place / "llama", "--text", place / "text.txt", "--length", 16, "--json", file) == 0
+    return file
+
+
+def since(before, model, place, target, *more):
+    capture = ("--json", target, "--length", 16, *more)
+    return run(model, "--text", place / "text.txt", "--since", before, *capture)
+
+
+def test_a_model_has_no_alarms_since_itself_and_one_whose_queries_exploded_has_one_a_layer(
+    before, place, tmp_path, capsys
+):
+    assert since(before, place / "llama", place, tmp_path / "same.json") == 0
+    assert json.loads((tmp_path / "same.json").read_text())["alarms"] == []
+    assert f"No alarm since {before}" in capsys.readouterr().out
+    model = tf.LlamaModel.from_pretrained(place / "llama")
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.self_attn.q_proj.weight.mul_(1e4)
+    model.save_pretrained(tmp_path / "wild")
+    save_tokenizer(tmp_path / "wild", frame=False)
+    assert since(before, tmp_path / "wild", place, tmp_path / "wild.json") == 0
+    content = json.loads((tmp_path / "wild.json").read_text())
+    grown = [alarm for alarm in content["alarms"] if alarm["kind"] == "logit growth"]
+    assert [alarm["module"] for alarm in grown] == ["layers.0.self_attn", "layers.1.self_attn"]
+    logits = {(row["module"], row["head"]): row["max_logit"] for row in content["heads"]}
+    for alarm in grown:
+        assert f"{logits[alarm['module'], alarm['head']]:.4g}" in alarm["reason"]
+    assert "step 0 is" in capsys.readouterr().out
+    from locater.report import report
+
+    (section,) = report([tmp_path / "wild.json"]).sections
+    assert len(section["alarms"]) == len(content["alarms"])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot read"),
+        ("{", "is not JSON"),
+        ("[]", "is no measurement"),
+        ({"length": 8}, "is of another text: its length is 8, here it is 16"),
+        ({"layers": []}, "a damaged measurement"),
+        ({"layers": [], "heads": []}, "is of another model"),
+    ],
+)
+def test_a_file_that_is_no_earlier_measurement_is_refused(before, content, words, place, tmp_path, capsys):
+    file = tmp_path / "earlier.json"
+    if isinstance(content, dict):
+        file.write_text(json.dumps(json.loads(before.read_text()) | content))
+    elif content is not None:
+        file.write_text(content)
+    assert since(file, place / "llama", place, tmp_path / "out.json") == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out.json").exists()
+
+
 @pytest.mark.parametrize("option", ["--json", "--plot"])
 def test_a_target_that_cannot_be_written_is_told_before_the_model_is_read(option, place, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("locater._measure_commands.read", None)
@@ -329,11 +394,11 @@ def test_smollm2_is_read_with_its_own_tokenizer(full):
 
 
 def test_statistics_are_not_computed_twice(place, monkeypatch):
-    from locater.measure import _calls
+    from locater.measure import attention
 
     counted = []
     monkeypatch.setattr(
-        _calls, "attention_statistics", lambda *a, **k: counted.append(1) or attention_statistics(*a, **k)
+        attention, "attention_statistics", lambda *a, **k: counted.append(1) or attention_statistics(*a, **k)
     )
     read(str(place / "llama"), (place / "text.txt").read_text(), length=16, batch=12, device="cpu")
     assert len(counted) == 2  # layers

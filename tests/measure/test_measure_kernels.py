@@ -1,16 +1,11 @@
 """The measuring kernel against the materialised T × T in float64.
 
-Without a GPU it runs in Triton's interpreter, which has to be chosen before Triton is imported: in a process of its
-own, started by the first test here.
+Without a GPU it runs in Triton's interpreter, as `interpreter` says.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import subprocess
-import sys
 from unittest.mock import patch
 
 import pytest
@@ -19,28 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from materialised import TOLERANCE, check, check_rho, last_rows, materialised, problems
 
+from interpreter import DEVICE, ON_GPU, imported_without_triton, on_gpu, passes_in_the_interpreter, runs, runs_elsewhere
+from locater import _triton
 from locater.measure import AttentionStatistics, _kernels, attention, attention_statistics
 from locater.measure._kernels import Tiles, View, row_statistics
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = "cuda" if ON_GPU else "cpu"
-
 pytest.importorskip("triton")
-runs = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="runs in the process of the first test")
-on_gpu = pytest.mark.skipif(not ON_GPU, reason="too large for the interpreter")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALL = Tiles(16, 16, 4, 2)
 WAYS = [SMALL, Tiles(32, 16, 4, 1, slice=16), Tiles(16, 32, 4, 3), Tiles(16, 16, 4, 2, descriptors=True)]
 
 
-@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the tests below run here")
+@runs_elsewhere
 def test_everything_below_passes_in_the_interpreter():
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    passes_in_the_interpreter(__file__)
 
 
 def numbers(*shape, dtype=torch.bfloat16, seed=0, size=1.0):
@@ -224,18 +212,14 @@ def test_it_is_chosen_unless_there_is_a_bias_or_a_kind_of_number_it_does_not_kno
 def test_it_agrees_with_the_blocks_of_pytorch():
     q, k = numbers(2, 4, 50, 16, size=2), numbers(2, 2, 50, 16, size=2, seed=1)
     fast = attention_statistics(q, k, softcap=20.0, window=30)
-    with patch.object(_kernels, "triton", None):
+    with patch.object(_triton, "triton", None):
         slow = attention_statistics(q, k, softcap=20.0, window=30)
     for a, b in zip(fast, slow, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_without_triton_the_module_imports_and_nothing_is_available(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    spec = importlib.util.spec_from_file_location("measure_kernels_without_triton", _kernels.__file__)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
+    _, module = imported_without_triton(monkeypatch, _triton, _kernels)
     assert not module.available(torch.empty(1))
     assert not module.available(torch.empty(1, device=DEVICE))
 

@@ -16,7 +16,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from zoo import COMMON, FAMILIES, GROUPED, SMALL, VOCABULARY, build, inputs, recorded_logits
 
 from locater import LocaterError
-from locater.measure import _calls, attention_statistics, rank_residual
+from locater._seam import Call
+from locater._seam._calls import _masked
+from locater.measure import attention, attention_statistics, rank_residual
 from locater.measure.observe import observe
 
 BYPASS = {
@@ -209,11 +211,35 @@ def test_a_mask_that_only_says_causal_window_and_padding_is_not_handed_on_as_a_m
         given.append(options)
         return attention_statistics(q, k, **options)
 
-    monkeypatch.setattr(_calls, "attention_statistics", spy)
+    monkeypatch.setattr(attention, "attention_statistics", spy)
     with torch.no_grad(), observe(model):
         model(input_ids=ids, attention_mask=mask.long())
     assert given
     assert all(options["bias"] is None and torch.equal(options["key_mask"], mask) for options in given)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "none"])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("added", [True, False])
+def test_a_mask_is_read_alike_in_blocks_of_rows_and_at_once(side, window, causal, added, monkeypatch):
+    real = padded(side)[1] if side != "none" else torch.ones(3, 11, dtype=torch.bool)
+    distance = torch.arange(11)[:, None] - torch.arange(11)
+    seen = ((distance >= 0) | (not causal)) & (distance.abs() < (window or 99)) & real[:, None, None]
+    q, odd = torch.zeros(3, 2, 11, 4), seen.clone()
+    odd[0, 0, 9, 8] = False  # no padding, no window: it stays a matrix
+    for mask, is_plain in ((seen, True), (odd, False)):
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min) if added else mask
+        found = []
+        for together in (1, 40, 10**9):
+            monkeypatch.setattr("locater._seam._calls._TOGETHER", together)
+            found.append(_masked(Call(q, q), mask, window=window))
+        for one in found:
+            assert (one.causal, one.window) == ((causal, window) if is_plain else (False, None))
+            assert (one.bias is None) is is_plain
+            assert torch.equal(one.real, real)
+            assert (one.key_mask is None) is (side == "none" or not is_plain)
+            assert one.key_mask is None or torch.equal(one.key_mask, real)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral-window", "bloom", "gptj", "falcon-multi-query"])
@@ -385,6 +411,20 @@ def test_a_forward_that_accelerate_has_replaced_is_observed():
         assert len(seen.tokens()) == 2
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no second device to move to")
+@torch.no_grad()
+def test_a_model_that_moves_while_it_is_observed_goes_on_with_its_sums():
+    model, batch = made("llama"), inputs("llama")
+    with observe(model, covariances=3) as seen:
+        for device in ("cpu", "cuda", "cpu"):
+            model.to(device)(**{name: value.to(device) for name, value in batch.items()})
+    with observe(model) as once:
+        model(**batch)
+    assert (seen.table()["queries"] == 3 * once.table()["queries"]).all()
+    assert (seen.tokens()["sequences"] == 3 * once.tokens()["sequences"]).all()
+    np.testing.assert_allclose(seen.table()["entropy"], once.table()["entropy"], rtol=1e-3)  # the GPU's TF32
+
+
 def test_only_every_third_forward_is_measured():
     model, batch = made("llama"), inputs("llama")
     with torch.no_grad(), observe(model, every=3) as seen:
@@ -531,6 +571,18 @@ def test_torchs_encoder_trains_bitwise_the_same():
     assert list(seen.table()["layer"].unique()) == [0, 1]
 
 
+@pytest.mark.parametrize("sizes", [(0, 6, 6), (3, 6, 0)], ids=["no sequence", "no key"])
+def test_a_call_with_nothing_in_it_is_let_through_and_does_not_count(sizes):
+    b, queries, keys = sizes
+    module, x = nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(3, 6, 16)
+    query, key = torch.randn(b, queries, 16), torch.randn(b, keys, 16)
+    with torch.no_grad(), observe(module) as seen:
+        assert torch.equal(module(query, key, key)[0], module(query, key, key)[0])
+        assert seen.table().empty
+        module(x, x, x)
+    assert (seen.table()["queries"] == 18).all()
+
+
 class OwnAttention(nn.Module):
     """As many write it: one fused layer and torch's function."""
 
@@ -553,6 +605,32 @@ def test_a_module_of_ones_own_is_overheard():
         q, k, _ = (a.unflatten(-1, (4, 4)).transpose(1, 2) for a in model[0].c_attn(x).chunk(3, -1))
     logits = (q @ k.mT / 2).masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -torch.inf)
     assert_same(seen.table(), "0", logits)
+
+
+class Shaped(nn.Module):
+    """Queries and keys of other shapes than (batch, heads, tokens, width)."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.q_proj, self.k_proj, self.shape = nn.Linear(16, 16), nn.Linear(16, 16), shape
+
+    def forward(self, x):
+        q, k, v = (y.view(self.shape) for y in (self.q_proj(x), self.k_proj(x), x))
+        return functional.scaled_dot_product_attention(q, k, v)
+
+
+def test_one_head_of_one_sequence_is_overheard_and_what_has_more_sizes_is_refused_by_its_shape():
+    torch.manual_seed(0)
+    x = torch.randn(6, 16)
+    one = Shaped((6, 16))
+    with torch.no_grad(), observe(one) as seen:
+        one(x)
+        logits = one.q_proj(x) @ one.k_proj(x).mT / 4
+    assert_same(seen.table(), "", logits[None, None])
+    with pytest.raises(LocaterError, match=r"Shaped hands queries of shape \(1, 2, 3, 4, 4\)"), \
+            observe(Shaped((1, 2, 3, 4, 4))) as seen:  # fmt: skip
+        seen._model(x)
+    assert torch.overrides._len_torch_function_stack() == 0
 
 
 # ---------------------------------------------------------------------- flash attention, as its table calls it

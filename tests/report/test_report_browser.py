@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 
 import numpy as np
@@ -12,6 +11,7 @@ from report_inputs import rho_at, spectrum, write_log, write_measurement, write_
 from test_report import hostile_files
 
 from locater.report import report
+from timing import least
 
 pytest_plugins = ["browser"]
 
@@ -359,18 +359,7 @@ CLICK = """(query) => new Promise((done) => {
 })"""
 
 
-def quickest(take, tries=5):
-    """The least of some tries, as soon as it is within a second; other processes only make it more."""
-    least = np.inf
-    for _ in range(tries):
-        least = min(least, take())
-        if least < 1:
-            return least
-    if os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
-        pytest.skip(f"took {least:.1f} s, but other processes keep this machine busy: load {os.getloadavg()[0]:.1f}")
-    return least
-
-
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("name", "clicks"), [("sweep", ("button.seed", "button.strength")), ("scan", ("tbody tr + tr",))]
 )
@@ -389,11 +378,11 @@ def test_a_large_report_opens_and_answers_a_click_within_a_second(chromium, file
         context.close()
         return seconds
 
-    assert quickest(opening) < 1
+    assert least(opening, 1) < 1
     context, page = opened()
     page.wait_for_selector("html[data-plots=drawn]")
     for query in clicks:
-        assert quickest(lambda query=query: page.evaluate(CLICK, query)) < 1
+        assert least(lambda query=query: page.evaluate(CLICK, query), 1) < 1
     context.close()
 
 

@@ -10,31 +10,23 @@ Legend: S modules, G key heads, R query heads for each, K head width, D model wi
 
 from __future__ import annotations
 
-import os
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
 
+from locater._triton import INTERPRETED, available, ceil, jit, on, tl
+
 __all__ = ["Layout", "add_gradients_", "supported"]
 
-triton: Any = None
-tl: Any = None
-with suppress(ImportError):  # optional: without it `supported` says no
-    triton, tl = import_module("triton"), import_module("triton.language")
-_jit: Any = (lambda function: function) if triton is None else triton.jit
-
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _GRAM_BYTES = 32 << 20  # for the Gram matrices of the modules worked on together, as parts of a sum
 _PROGRAMS = 264  # of the first kernel, at most, when D is split: two for each multiprocessor of an H200
 # How float32 multiplies where TF32 is not allowed: to 2^-21, on tensor cores. "ieee" takes twice as long (H200).
 _FULL = "tf32x3"
 
 
-@_jit
+@jit
 @no_type_check
 def _address(table, index, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     pointer = tl.load(table + index).to(tl.pointer_type(DTYPE))
@@ -42,14 +34,14 @@ def _address(table, index, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
-@_jit
+@jit
 @no_type_check
 def _tile(pointer, rows, columns, row_stride, column_stride, height, width):
     pointer += rows[:, None] * row_stride + columns[None, :] * column_stride
     return tl.load(pointer, mask=(rows[:, None] < height) & (columns[None, :] < width), other=0.0)
 
 
-@_jit
+@jit
 @no_type_check
 def _gram_kernel(
     table, partial, traces, G, D, splits, q_g, q_r, q_k, q_d, k_g, k_k, k_d,
@@ -91,7 +83,7 @@ def _gram_kernel(
     tl.store(out, gram, mask=(rows[:, None] < K) & (every[None, :] < K))
 
 
-@_jit
+@jit
 @no_type_check
 def _add_product(
     gradient, g_k, g_d, gram, weight, w_k, w_d, other, o_r, o_k, o_d, traces, parts, scale, mean, target, rows, ds, D,
@@ -119,7 +111,7 @@ def _add_product(
     tl.store(out, total.to(gradient.dtype.element_ty), mask=(ds[:, None] < D) & (rows[None, :] < K))
 
 
-@_jit
+@jit
 @no_type_check
 def _update_kernel(
     table, gram, traces, scale, mean, target, G, D, parts, q_g, q_r, q_k, q_d, k_g, k_k, k_d,
@@ -158,12 +150,10 @@ def _update_kernel(
 def supported(w_q: list[Tensor], w_k: list[Tensor], g_q: list[Tensor] | None, g_k: list[Tensor] | None) -> bool:
     """Whether `add_gradients_` can take these; looks at no values."""
     lists = [tensors for tensors in (w_q, w_k, g_q, g_k) if tensors is not None]
-    if triton is None or not w_q or any(len(tensors) != len(w_q) for tensors in lists) or w_q[0].ndim != 4:
+    if not w_q or any(len(tensors) != len(w_q) for tensors in lists) or w_q[0].ndim != 4 or not available(w_q[0]):
         return False
     device, dtype, (groups, heads, k, d) = w_q[0].device, w_q[0].dtype, w_q[0].shape
-    fits = device.type == ("cpu" if _INTERPRETED else "cuda") and torch.version.hip is None
-    fits = fits and (_INTERPRETED or torch.cuda.get_device_capability(device) >= (8, 0))  # TF32, bfloat16
-    fits &= 16 <= k <= 256 and d >= 16 and dtype in (torch.float32, torch.bfloat16, torch.float16)
+    fits = 16 <= k <= 256 and d >= 16 and dtype in (torch.float32, torch.bfloat16, torch.float16)
     for tensors in lists:
         shape = (groups, heads if tensors is w_q or tensors is g_q else 1, k, d)
         stride, kind = tensors[0].stride(), tensors[0].dtype
@@ -226,7 +216,7 @@ class Layout:
         weight, _, d_q, d_k = (getattr(tl, str(dtype).removeprefix("torch.")) for dtype in self.dtypes)
         aligned = all(address % 16 == 0 for row in rows for address in row)
         common = {"K": k, "R": heads, "WEIGHT": weight, "ALIGNED": aligned}
-        operand = tl.float32 if _INTERPRETED else weight  # the interpreter would multiply the bits of bfloat16
+        operand = tl.float32 if INTERPRETED else weight  # the interpreter would multiply the bits of bfloat16
         given = (scale_coefficient, mean_coefficient)
         on_device = any(isinstance(value, Tensor) for value in given)
         coefficients = [_scalar(value, device) if on_device else float(value) for value in given]
@@ -234,12 +224,12 @@ class Layout:
         # modules go together as long as their Gram matrices are small; where that leaves few programs, D is split
         gram_blocks, update_blocks = _blocks(k, self.dtypes[0] != torch.float32)
         size = 2 * groups * k * k * 4  # bytes for one module
-        step = _ceil(modules, _ceil(modules, max(1, _GRAM_BYTES // size)))
-        tiles, blocks = _ceil(k, gram_blocks["BLOCK_M"]), _ceil(d, gram_blocks["BLOCK_D"])
-        steps = _ceil(blocks, max(1, min(_PROGRAMS // (2 * tiles * step * groups), _GRAM_BYTES // (size * step))))
-        splits = _ceil(blocks, steps)
-        parts, update_tiles = splits * tiles, _ceil(k, update_blocks["BLOCK_M"])
-        with nullcontext() if device.type == "cpu" else torch.cuda.device(device):
+        step = ceil(modules, ceil(modules, max(1, _GRAM_BYTES // size)))
+        tiles, blocks = ceil(k, gram_blocks["BLOCK_M"]), ceil(d, gram_blocks["BLOCK_D"])
+        steps = ceil(blocks, max(1, min(_PROGRAMS // (2 * tiles * step * groups), _GRAM_BYTES // (size * step))))
+        splits = ceil(blocks, steps)
+        parts, update_tiles = splits * tiles, ceil(k, update_blocks["BLOCK_M"])
+        with on(table):
             for addresses in table.split(step):
                 pairs = len(addresses) * groups
                 partial = torch.empty(pairs, 2, splits, k, k, dtype=torch.float32, device=device)
@@ -250,15 +240,11 @@ class Layout:
                 )  # fmt: skip
                 gram = partial.sum(2) if splits > 1 else partial
                 for first, count in launches:
-                    _update_kernel[(count * update_tiles * _ceil(d, update_blocks["BLOCK_D"]) * pairs,)](
+                    _update_kernel[(count * update_tiles * ceil(d, update_blocks["BLOCK_D"]) * pairs,)](
                         addresses, gram, traces, *coefficients, float(target), groups, d, parts, *w_strides, *g_strides,
                         HEAD=first, HEADS=count, TILES=update_tiles, PARTS=1 << (parts - 1).bit_length(),
                         QUERY_GRADIENT=d_q, KEY_GRADIENT=d_k, ON_DEVICE=on_device, **common, **update_blocks,
                     )  # fmt: skip
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def _scalar(value: float | Tensor, device: torch.device) -> Tensor:

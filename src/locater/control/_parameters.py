@@ -16,6 +16,7 @@ from locater.errors import LocaterError
 from locater.models import Attention, Projection
 
 __all__ = [
+    "HeldBy",
     "add_group",
     "add_part_",
     "held_by",
@@ -41,6 +42,32 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 def held_by(optimizer: Optimizer) -> set[int]:
     """The ids of its parameters."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+class HeldBy:
+    """Which group of an optimizer holds a parameter, also of groups that are added later. Called, whether one does."""
+
+    def __init__(self, optimizer: Optimizer, tensors: Sequence[Tensor]) -> None:
+        """`tensors` are the query and key weights, one of which it must train."""
+        self.optimizer = optimizer
+        self._known: tuple[int, dict[int, int]] = (-1, {})
+        if not any(self(tensor) for tensor in tensors if tensor.requires_grad):
+            raise LocaterError(
+                f"this {type(optimizer).__name__} holds none of the query and key weights of the model; "
+                "attach LocAteR to the optimizer that trains them"
+            )
+
+    def size(self) -> int:
+        return sum(len(group["params"]) for group in self.optimizer.param_groups)
+
+    def group(self, tensor: Tensor) -> int | None:
+        if self._known[0] != self.size():
+            groups = enumerate(self.optimizer.param_groups)
+            self._known = self.size(), {id(parameter): i for i, group in groups for parameter in group["params"]}
+        return self._known[1].get(id(tensor))
+
+    def __call__(self, tensor: Tensor) -> bool:
+        return self.group(tensor) is not None
 
 
 def add_group(

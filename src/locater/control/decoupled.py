@@ -6,43 +6,46 @@ layer and step. Beside it, a step is learning rate × strength and nothing else.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from locater.control._clock import Clock, Schedule
 from locater.control._closed_form import projections, shapes
 from locater.control._dense import gathered, is_sharded
-from locater.control._parameters import spread, unwrapped
-from locater.control.locater import Schedule
-from locater.control.stacked import GROWTH, decoupled_step, growth_share, limited
+from locater.control._numbers import checked_number, checked_strength
+from locater.control._parameters import HeldBy, spread, unwrapped
+from locater.control.stacked import decoupled_step, held_step, limited, ordinary_scale
 from locater.errors import LocaterError
 from locater.models import Attention, Projection, attentions
 from locater.qk import QK
 
 __all__ = ["DecoupledLocAteR"]
 
+Rate: TypeAlias = float | Tensor
+RateOf: TypeAlias = Callable[[Tensor], int | None]  # which of some rates a parameter has; None, it stays as it is
+
 _STACK_BYTES = 64 << 20  # modules up to this size are worked on together: small ones wait for launches
 
 
 class DecoupledLocAteR:
-    """Holds the trace of every W_QK of `model`, and the scale of those that grow; needs no tuning.
+    """Holds the trace of every W_QK of `model`, and the scale of those that grow; no strength has to be chosen.
 
     After each step of the optimizer, W_Q and W_K of every head make a step of learning rate × strength down
 
         share · tr(W_QKᵀW_QK) + (tr W_QK − target)²
 
-    `share` is 0 while a head's scale is at most what it was when this was made, 1 from twice that on: where nothing
-    grows, nothing is pressed; and no scale goes beyond four times its first, or, where that was small, beyond d_head (a
-    logit's standard deviation of 1 between independent tokens), whatever the learning rate does. With
-    `growing_only=False` share is 1 and there is no such end. `target`, 2 / (the logits' scale) unless given, is
-    where the theory has tokens begin to localise: tr W_QK = 2 √d_head. Strengths from 1 to 10 do the same within
-    seeds' spread (docs/arena.md). `schedule`, if given, multiplies the strength: a function of the number of steps
-    taken, to let go at the end.
+    `share` is 0 while a head's scale is ordinary: at most what it was when this was made, or, where that was small, at
+    most d_head / 4 (a logit's standard deviation of ½ between independent tokens). It is 1 from twice the ordinary
+    scale on: where nothing grows, nothing is pressed; and no scale goes beyond four times the ordinary, whatever the
+    learning rate does. With `growing_only=False` share is 1 and there is no such end. `target`, 2 / (the logits' scale)
+    unless given, is where the theory has tokens begin to localise: tr W_QK = 2 √d_head. `schedule`, if given,
+    multiplies the strength: a function of the number of steps taken, to let go at the end (at 0 nothing is done).
 
     Frozen parameters stay as they are; nothing is left at inference. Parameters in half precision round small steps
     away, as they do an optimizer's.
@@ -57,67 +60,108 @@ class DecoupledLocAteR:
         growing_only: bool = True,
         schedule: Schedule | None = None,
     ) -> None:
-        if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not 0 <= strength < math.inf:
-            raise LocaterError(f"strength must be a finite number that is not negative, got {strength!r:.80}")
-        if target is not None and not (isinstance(target, (int, float)) and abs(target) < math.inf):
-            raise LocaterError(f"target must be a finite number, got {target!r:.80}")
-        self.strength, self.target, self.growing_only, self.schedule = float(strength), target, growing_only, schedule
-        self.step = 0
+        self.strength = checked_strength("strength", strength)
+        self.target = None if target is None else checked_number("target", target)
+        if not isinstance(growing_only, bool):
+            raise LocaterError(f"growing_only must be true or false, got {growing_only!r:.80}")
+        self.growing_only = growing_only
+        self._clock = Clock(schedule)
         self.attentions: list[Attention] = attentions(model)
         joint = [attention.module for attention in self.attentions if attention.query is None]
         if joint:
             raise LocaterError(f"{joint[0]} trains W_QK itself, not its factors: use LocAteR")
+        self._tensors = [projection.tensor for attention in self.attentions for projection in projections(attention)]
         self._first = {attention.module: _whole(attention).scale() for attention in self.attentions}
+        self._known_groups: dict[RateOf, tuple[list[Any], list[_Group]]] = {}
         self._handles: dict[int, RemovableHandle] = {}
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken, which a schedule is given."""
+        return self._clock.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._clock.step = step
+
+    @property
+    def schedule(self) -> Schedule | None:
+        return self._clock.schedule
 
     # ------------------------------------------------------------------ a step
 
-    @torch.no_grad()
-    def step_(self, learning_rate: float | Tensor, chosen: Callable[[Tensor], bool] | None = None) -> None:
-        """One step on every head, or on the parameters that `chosen` picks."""
-        size = learning_rate * self.strength * (1.0 if self.schedule is None else float(self.schedule(self.step)))
-        for group in self._groups(chosen):
-            self._step_together(group, size)
+    def step_(self, learning_rate: Rate) -> None:
+        """One step on every head."""
+        self._act([learning_rate], _the_only)
 
-    def _groups(self, chosen: Callable[[Tensor], bool] | None) -> list[list[Attention]]:
+    @torch.no_grad()
+    def _act(self, rates: Sequence[Rate], rate_of: RateOf) -> None:
+        """One step, each parameter at its rate."""
+        factor = self._clock.factor()
+        if factor == 0 or self.strength == 0:
+            return
+        for group in self._groups(rate_of):
+            self._step_together(group, [None if i is None else rates[i] for i in group.rates], factor)
+
+    def _groups(self, rate_of: RateOf) -> list[_Group]:
+        """Found again only when a parameter has changed."""
+        state = [(t.requires_grad, t.dtype, t.device, rate_of(t)) for t in self._tensors]
+        known = self._known_groups.get(rate_of)
+        if known is None or known[0] != state:
+            known = self._known_groups[rate_of] = (state, self._find_groups(rate_of))
+        return known[1]
+
+    def _find_groups(self, rate_of: RateOf) -> list[_Group]:
         """Modules of one shape with something to move, up to a size; one that shares a parameter is alone."""
-        kinds: dict[Any, list[Attention]] = {}
+        kinds: dict[Any, _Group] = {}
         for attention in self.attentions:
             tensors = [projection.tensor for projection in projections(attention)]
-            moved = tuple(t.requires_grad and (chosen is None or chosen(t)) for t in tensors)
-            if not any(moved):
+            rates = [rate_of(tensor) if tensor.requires_grad else None for tensor in tensors]
+            if rates == [None, None]:
                 continue
-            apart = is_sharded(tensors[0]) or not all(moved)
-            kind = (shapes(attention), tensors[0].dtype, tensors[0].device, attention.scale)
-            kinds.setdefault((*kind, attention.module if apart else "", moved), []).append(attention)
-        groups = []
-        for members in kinds.values():
-            bytes_each = sum(projection.weight.numel() * 4 for projection in projections(members[0]))
-            ids = [id(projection.tensor) for member in members for projection in (member.key,)]
-            count = 1 if len(set(ids)) < len(ids) else max(1, _STACK_BYTES // (2 * bytes_each))
-            groups += [members[start : start + count] for start in range(0, len(members), count)]
-        return groups
+            alone = attention.module if is_sharded(tensors[0]) else ""
+            kind = (shapes(attention), tensors[0].dtype, tensors[0].device, attention.scale, *rates, alone)
+            kinds.setdefault(kind, _Group([], (rates[0], rates[1]))).members.append(attention)
+        found = []
+        for group in kinds.values():
+            bytes_each = sum(projection.weight.numel() * 4 for projection in projections(group.members[0]))
+            ids = [{id(projection.tensor) for projection in projections(member)} for member in group.members]
+            tied = len(set().union(*ids)) < sum(map(len, ids))
+            count = 1 if tied else max(1, _STACK_BYTES // (2 * bytes_each))
+            starts = range(0, len(group.members), count)
+            found += [_Group(group.members[start : start + count], group.rates) for start in starts]
+        return found
 
-    def _step_together(self, members: list[Attention], size: float | Tensor) -> None:
+    def _step_together(self, group: _Group, rates: Sequence[Rate | None], factor: float) -> None:
+        moves = tuple(isinstance(rate, Tensor) or bool(rate) for rate in rates)  # a rate of 0 freezes, too
+        if not any(moves):
+            return
+        members = group.members
         wholes = [_whole(member) for member in members]
         wide = torch.promote_types(wholes[0].w_q.dtype, torch.float32)
         w_q, w_k = (torch.stack([getattr(qk, name) for qk in wholes]).to(wide) for name in ("w_q", "w_k"))
-        qk = QK(w_q, w_k)  # (S, G, R, K, D) and (S, G, 1, K, D)
-        step = torch.zeros(1, 1, 1, dtype=wide, device=w_q.device) + size
-        press = step
+        old = QK(w_q, w_k)  # (S, G, R, K, D) and (S, G, 1, K, D)
+        each = [torch.zeros(1, 1, 1, dtype=wide, device=w_q.device) + (0.0 if rate is None else rate) for rate in rates]
+        rate = torch.maximum(*each)  # one factor's may be smaller
+        step = rate * self.strength * factor
+        target = torch.full_like(step, 2 / members[0].scale if self.target is None else self.target)
         if self.growing_only:
             first = torch.stack([self._first[member.module].to(w_q.device, wide) for member in members])
-            press = step * growth_share(qk, first)
-        target = torch.full_like(step, 2 / members[0].scale if self.target is None else self.target)
-        new_q, new_k = decoupled_step(qk, press, step, target)
+            ordinary = ordinary_scale(first, members[0].scale)
+            new = held_step(old, step, target, ordinary)
+        else:
+            new = decoupled_step(old, step, step, target)
+        if group.rates[0] != group.rates[1]:
+            parts = [torch.where(rate > 0, own / rate, 0.0)[..., None, None] for own in each]
+            new = (w_q.lerp(new[0], parts[0]), w_k.lerp(new[1], parts[1]))
         if self.growing_only:
-            # weights that start small may grow to logits of ordinary size, a standard deviation of ½, first
-            new_q, new_k = limited(QK(new_q, new_k), GROWTH * first.clamp(min=1 / (4 * members[0].scale ** 2)))
+            new = limited(QK(*new), ordinary, min(factor, 1.0), (moves[0], moves[1]))
         for i, member in enumerate(members):
             assert member.query is not None
-            for projection, old, new in ((member.query, w_q, new_q), (member.key, w_k, new_k)):
-                if projection.tensor.requires_grad:
-                    _set(projection, old[i], new[i])
+            written = ((member.query, w_q, new[0]), (member.key, w_k, new[1]))
+            for moved, (projection, before, after) in zip(moves, written, strict=True):
+                if moved:
+                    _set(projection, before[i], after[i])
 
     # ------------------------------------------------------------------ at work in a training loop
 
@@ -127,25 +171,15 @@ class DecoupledLocAteR:
         A step that GradScaler skips is skipped here too. Several optimizers: attach each.
         """
         optimizer = unwrapped(optimizer)
-
-        def held(group: dict[str, Any]) -> Callable[[Tensor], bool]:
-            ids = {id(parameter) for parameter in group["params"]}
-            return lambda tensor: id(tensor) in ids
-
-        tensors = [p.tensor for attention in self.attentions for p in projections(attention)]
-        if not any(held(group)(t) for group in optimizer.param_groups for t in tensors if t.requires_grad):
-            raise LocaterError(
-                f"this {type(optimizer).__name__} holds none of the query and key weights of the model; "
-                "attach LocAteR to the optimizer that trains them"
-            )
+        held = HeldBy(optimizer, self._tensors)
+        self._clock.join(optimizer)
 
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             del args, kwargs
             overflow = getattr(optimizer, "found_inf", None)
-            for group in optimizer.param_groups:
-                rate = group["lr"] if overflow is None else group["lr"] * (1 - overflow.float())
-                self.step_(rate, held(group))
-            self.step += 1
+            rates = [group["lr"] for group in optimizer.param_groups]
+            self._act(rates if overflow is None else [rate * (1 - overflow.float()) for rate in rates], held.group)
+            self._clock.tick(optimizer)
 
         if id(optimizer) in self._handles:  # attached twice, it acts once
             self._handles[id(optimizer)].remove()
@@ -157,35 +191,63 @@ class DecoupledLocAteR:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        self._known_groups.clear()
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """Trace, scale and its growth, averaged over the heads of each module: for logs."""
+        """Trace, scale, and growth beyond the ordinary scale, averaged over the heads of each module: for logs."""
         values = {}
         for attention in self.attentions:
             qk = _whole(attention)
             values[f"{attention.module}/trace"] = float(qk.trace().mean())
             values[f"{attention.module}/scale"] = float(qk.scale().mean())
-            first = self._first[attention.module].to(qk.w_q.device)
-            values[f"{attention.module}/growth"] = float((qk.scale() / first).mean())
+            ordinary = ordinary_scale(self._first[attention.module].to(qk.w_q.device), attention.scale)
+            values[f"{attention.module}/growth"] = float((qk.scale() / ordinary).mean())
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on: the step, and every head's first scale."""
-        return {"step": self.step, "first": {name: value.tolist() for name, value in self._first.items()}}
+        """What is needed to go on: the step, the settings, and every head's first scale (a schedule is yours)."""
+        first = {name: value.tolist() for name, value in self._first.items()}
+        return {"step": self.step, "strength": self.strength, "target": self.target, "first": first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        first = state.get("first")
-        if not isinstance(first, dict) or first.keys() != self._first.keys() or "step" not in state:
-            raise LocaterError("this is not a state of DecoupledLocAteR for this model: its modules are others")
-        made = {name: torch.tensor(first[name], dtype=value.dtype) for name, value in self._first.items()}
-        wrong = [name for name, value in made.items() if value.shape != self._first[name].shape]
-        if wrong:
-            raise LocaterError(f"this is not a state of DecoupledLocAteR for this model: {wrong[0]} has other heads")
+        wrong = "this is not a state of DecoupledLocAteR for this model"
+        missing = self.state_dict().keys() - state.keys() if isinstance(state, dict) else {"everything"}
+        if missing:
+            raise LocaterError(f"{wrong}: it lacks {', '.join(sorted(missing))}")
+        first = state["first"]
+        if not isinstance(first, dict) or first.keys() != self._first.keys():
+            raise LocaterError(f"{wrong}: its modules are others")
+        try:
+            made = {
+                name: torch.tensor(first[name], dtype=value.dtype, device=value.device)
+                for name, value in self._first.items()
+            }
+        except (TypeError, ValueError):
+            raise LocaterError(f"{wrong}: its first scales are no numbers") from None
+        others = [name for name, value in made.items() if value.shape != self._first[name].shape]
+        if others:
+            raise LocaterError(f"{wrong}: {others[0]} has other heads")
+        target = state["target"]
+        self.strength = checked_strength("strength", state["strength"])
+        self.target = None if target is None else checked_number("target", target)
         self._first, self.step = made, int(state["step"])
 
     def __repr__(self) -> str:
         return f"DecoupledLocAteR({len(self.attentions)} attention modules, strength={self.strength:g})"
+
+
+def _the_only(tensor: Tensor) -> int:
+    del tensor
+    return 0
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Modules that are worked on together; at which of the rates W_Q and W_K move, None where they do not."""
+
+    members: list[Attention]
+    rates: tuple[int | None, int | None]
 
 
 @torch.no_grad()

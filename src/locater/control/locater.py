@@ -15,21 +15,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from locater.control._clock import Clock, Schedule
 from locater.control._closed_form import Coefficients, Group, projections, shapes
 from locater.control._dense import gathered
+from locater.control._numbers import checked_number, checked_strength
+from locater.control._parameters import HeldBy, unwrapped
 from locater.errors import LocaterError
 from locater.models import Attention, attentions
 
 __all__ = ["LocAteR"]
-
-Schedule: TypeAlias = Callable[[int], float]
 
 
 class LocAteR:
@@ -57,21 +58,29 @@ class LocAteR:
         schedule: Schedule | None = None,
     ) -> None:
         self._set(scale_strength, mean_strength, target)
-        self.schedule = schedule
-        self.step = 0
+        self._clock = Clock(schedule)
         self.attentions: list[Attention] = attentions(model)
         self._tensors = [projection.tensor for attention in self.attentions for projection in projections(attention)]
         self._known_groups: dict[Callable[[Tensor], bool], tuple[list[Any], list[Group]]] = {}
         self._handles: dict[int, tuple[RemovableHandle, ...]] = {}
 
     def _set(self, scale_strength: float, mean_strength: float, target: float) -> None:
-        for name, strength in (("scale_strength", scale_strength), ("mean_strength", mean_strength)):
-            if not (isinstance(strength, (int, float)) and 0 <= strength < float("inf")):
-                raise LocaterError(f"{name} must be a finite number that is not negative, got {strength!r:.80}")
-        if not (isinstance(target, (int, float)) and abs(target) < float("inf")):
-            raise LocaterError(f"target must be a finite number, got {target!r:.80}")
-        self.scale_strength, self.mean_strength = float(scale_strength), float(mean_strength)
-        self.target = float(target)
+        self.scale_strength = checked_strength("scale_strength", scale_strength)
+        self.mean_strength = checked_strength("mean_strength", mean_strength)
+        self.target = checked_number("target", target)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken, which a schedule is given."""
+        return self._clock.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._clock.step = step
+
+    @property
+    def schedule(self) -> Schedule | None:
+        return self._clock.schedule
 
     @classmethod
     def from_paper(
@@ -93,6 +102,7 @@ class LocAteR:
         """
         if isinstance(tokens_per_batch, bool) or not isinstance(tokens_per_batch, int) or tokens_per_batch < 1:
             raise LocaterError(f"tokens_per_batch must be a positive whole number, got {tokens_per_batch!r:.80}")
+        kappa_1, kappa_2 = checked_strength("kappa_1", kappa_1), checked_strength("kappa_2", kappa_2)
         return cls(
             model,
             scale_strength=kappa_2 / tokens_per_batch,
@@ -105,7 +115,7 @@ class LocAteR:
 
     def penalty(self) -> Tensor:
         """The penalty, differentiable."""
-        factor = self._factor()
+        factor = self._clock.factor()
         total: Tensor | None = None
         for attention in self.attentions:
             qk = _gathered_attention(attention).qk()
@@ -122,7 +132,7 @@ class LocAteR:
     @torch.no_grad()
     def add_gradient_to(self, chosen: Callable[[Tensor], bool], multiplier: float | Tensor = 1.0) -> None:
         """`add_gradient_` for the parameters that `chosen` picks, times `multiplier` (a loss scale)."""
-        factor = self._factor()
+        factor = self._clock.factor()
         if factor == 0 or self.scale_strength == self.mean_strength == 0:
             return
         double = 2 * factor * multiplier  # of the squares
@@ -133,7 +143,7 @@ class LocAteR:
     def _groups(self, chosen: Callable[[Tensor], bool]) -> list[Group]:
         """Modules of one shape with something to do, together; found again only when a parameter has changed."""
         state: list[Any] = [(tensor.requires_grad, tensor.dtype, tensor.device) for tensor in self._tensors]
-        state.append(chosen.size() if isinstance(chosen, _HeldBy) else None)
+        state.append(chosen.size() if isinstance(chosen, HeldBy) else None)
         known = self._known_groups.get(chosen)
         if known is None or known[0] != state:
             if len(self._known_groups) > 8:  # somebody hands over a new function each time
@@ -158,9 +168,6 @@ class LocAteR:
             wanted[kind] = moved[0], moved[1]
         return [Group(members, wanted[kind]) for kind, members in kinds.items()]
 
-    def _factor(self) -> float:
-        return 1.0 if self.schedule is None else float(self.schedule(self.step))
-
     # ------------------------------------------------------------------ at work in a training loop
 
     def attach(self, optimizer: Optimizer) -> LocAteR:
@@ -169,17 +176,11 @@ class LocAteR:
         Handles closures (the gradient is added after each evaluation), GradScaler with fused optimizers (the gradient
         is scaled as theirs is), and several optimizers (attach each).
         """
-        while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-            optimizer = optimizer.optimizer  # type: ignore[attr-defined]  # accelerate's wrapper
-        chosen = _HeldBy(optimizer)
-        if not any(chosen(tensor) for attention in self.attentions for tensor in _trainable(attention)):
-            raise LocaterError(
-                f"this {type(optimizer).__name__} holds none of the query and key weights of the model; "
-                "attach LocAteR to the optimizer that trains them"
-            )
+        optimizer = unwrapped(optimizer)
+        chosen = HeldBy(optimizer, self._tensors)
+        self._clock.join(optimizer)
         for handle in self._handles.pop(id(optimizer), ()):  # attached twice, it acts once
             handle.remove()
-        steps = self.step
 
         def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             # args starts with the optimizer itself
@@ -198,12 +199,7 @@ class LocAteR:
 
         def after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             del args, kwargs
-            nonlocal steps
-            # only a schedule has to know whether the step counts, so only then is it worth waiting for the device
-            overflow = getattr(optimizer, "found_inf", None)
-            if self.schedule is None or overflow is None or not bool(overflow):
-                steps += 1
-                self.step = max(self.step, steps)  # several optimizers step together
+            self._clock.tick(optimizer)
 
         self._handles[id(optimizer)] = (
             optimizer.register_step_pre_hook(before_step),
@@ -256,30 +252,9 @@ class LocAteR:
         )
 
 
-class _HeldBy:
-    """The parameters of an optimizer, also those of groups that are added later."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self._known: tuple[int, set[int]] = (-1, set())
-
-    def size(self) -> int:
-        return sum(len(group["params"]) for group in self.optimizer.param_groups)
-
-    def __call__(self, tensor: Tensor) -> bool:
-        if self._known[0] != self.size():
-            held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-            self._known = (self.size(), held)
-        return id(tensor) in self._known[1]
-
-
 def _every(tensor: Tensor) -> bool:
     del tensor
     return True
-
-
-def _trainable(attention: Attention) -> list[Tensor]:
-    return [projection.tensor for projection in projections(attention) if projection.tensor.requires_grad]
 
 
 def _gathered_attention(attention: Attention) -> Attention:

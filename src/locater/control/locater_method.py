@@ -7,8 +7,10 @@ from contextlib import ExitStack
 from torch import nn
 from torch.optim import Optimizer
 
+from locater.control._clock import Schedule
+from locater.control._numbers import checked_number, checked_strength
 from locater.control.decoupled import DecoupledLocAteR
-from locater.control.locater import LocAteR, Schedule
+from locater.control.locater import LocAteR
 from locater.control.method import Installed, Method
 
 __all__ = ["DecoupledLocAteRMethod", "LocAteRMethod"]
@@ -24,7 +26,9 @@ class LocAteRMethod(Method):
     def __init__(
         self, *, scale_strength: float, mean_strength: float, target: float = 1.0, schedule: Schedule | None = None
     ) -> None:
-        self.scale_strength, self.mean_strength, self.target = scale_strength, mean_strength, target
+        self.scale_strength = checked_strength("scale_strength", scale_strength)
+        self.mean_strength = checked_strength("mean_strength", mean_strength)
+        self.target = checked_number("target", target)
         self.schedule = schedule
 
     def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
@@ -38,7 +42,7 @@ class LocAteRMethod(Method):
         undo.callback(regulariser.detach)
         regulariser.attach(self._optimizer(optimizer))
         modules = [model.get_submodule(attention.module) for attention in regulariser.attentions]
-        return Installed(modules, measure=regulariser.measure)
+        return Installed(modules, measure=regulariser.measure, state=regulariser)
 
 
 class DecoupledLocAteRMethod(Method):
@@ -56,7 +60,9 @@ class DecoupledLocAteRMethod(Method):
         growing_only: bool = True,
         schedule: Schedule | None = None,
     ) -> None:
-        self.strength, self.target, self.growing_only = strength, target, growing_only
+        self.strength = checked_strength("strength", strength)
+        self.target = None if target is None else checked_number("target", target)
+        self.growing_only = growing_only
         self.schedule = schedule
 
     def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
@@ -70,4 +76,4 @@ class DecoupledLocAteRMethod(Method):
         undo.callback(regulariser.detach)
         regulariser.attach(self._optimizer(optimizer))
         modules = [model.get_submodule(attention.module) for attention in regulariser.attentions]
-        return Installed(modules, measure=regulariser.measure)
+        return Installed(modules, measure=regulariser.measure, state=regulariser)

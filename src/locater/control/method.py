@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
@@ -68,13 +68,19 @@ class Method(ABC):
         return optimizer
 
 
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+
 @dataclass
 class Installed:
-    """What a method has done: the modules it acts on, the parameters it added, and what it has to log."""
+    """What a method has done: the modules it acts on, the parameters it added, what it has to log and to remember."""
 
     modules: Sequence[nn.Module]
     parameters: Sequence[nn.Parameter] = ()
     measure: Callable[[], dict[str, float]] = field(default=dict)
+    state: Stateful | None = None
 
 
 class Applied:
@@ -85,7 +91,7 @@ class Applied:
         self.at_inference, self.at_start = method.at_inference, method.at_start
         self.parameters = list(installed.parameters)
         """Parameters that the method added to the model."""
-        self._undo, self._measure = undo, installed.measure
+        self._undo, self._measure, self._state = undo, installed.measure, installed.state
         self._entry = _Entry(method)
         for module in installed.modules:
             _LEDGER.setdefault(module, []).append(self._entry)
@@ -94,6 +100,16 @@ class Applied:
     def measure(self) -> dict[str, float]:
         """Numbers for a log, by the name of the module; may wait for the device."""
         return self._measure()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs besides the model's own state to go on; most methods need nothing."""
+        return {} if self._state is None else self._state.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._state is not None:
+            self._state.load_state_dict(state)
+        elif state:
+            raise LocaterError(f"{self.method.name} has no state of its own, and was given one of {', '.join(state)}")
 
     def remove(self) -> None:
         """Takes the method off; what it has done to the weights so far stays."""

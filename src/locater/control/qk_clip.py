@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from locater.control._attend import Call, Heard, Listener, in_backward, listen, visible
+from locater._seam import Call, Heard, Listener, in_backward, listen, places, visible
 from locater.control._dense import is_sharded
 from locater.control._parameters import held_by, scale_projection_
 from locater.control.method import Installed, Method
@@ -70,7 +70,9 @@ class QKClip(Method):
             by_module[id(heard.module)].add(heard)
             return result
 
-        for place in listen(model, Listener(wants, tell), undo):
+        found = places(model)
+        listen(found, Listener(wants, tell), undo)
+        for place in found:
             if place.name in heads:
                 by_module[id(place.module)] = heads[place.name]
         deaf = sorted(heads.keys() - {one.attention.module for one in by_module.values()})
@@ -134,10 +136,7 @@ class _Heads:
     @torch.no_grad()
     def add(self, heard: Heard) -> None:
         for call in _products(heard, self.attention):
-            statistics = attention_statistics(
-                call.q, call.k, causal=call.causal, scale=call.scale, key_mask=call.key_mask, window=call.window,
-                bias=call.bias,
-            )  # fmt: skip
+            statistics = attention_statistics(call.q, call.k, **call.options())
             top = statistics.max_logit.float()  # (B, H, Tq)
             if call.real is not None:
                 top = top.masked_fill(~call.real[:, None], -math.inf)

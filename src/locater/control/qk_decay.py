@@ -8,16 +8,16 @@ nuclear-norm penalty on W_QK in disguise.)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from locater.control._closed_form import projections
+from locater.control._numbers import checked_strength
 from locater.control._parameters import add_part_, held_by, scale_projection_
 from locater.control.method import Installed, Method
 from locater.errors import LocaterError
@@ -40,9 +40,7 @@ class QKDecay(Method):
     at_start = "The output is unchanged, bitwise."
 
     def __init__(self, decay: float) -> None:
-        if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < math.inf:
-            raise LocaterError(f"decay must be a finite number that is not negative, got {decay!r:.80}")
-        self.decay = float(decay)
+        self.decay = checked_strength("decay", decay)
 
     def contradicts(self, other: Method) -> str | None:
         return "σReparam divides the scale of the weights out again" if other.name == "σReparam" else None
@@ -91,8 +89,10 @@ class QKDecay(Method):
         for group, mine in _groups(optimizer, parts):
             rate, own = group["lr"], group.get("weight_decay", 0.0)
             decoupled = _decoupled(optimizer, group)
+            left = 1 - rate * self.decay
+            left = left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0.0)  # no sign is turned
             # a decoupled optimizer will multiply by 1 − lr · own next: that is divided out
-            factor = (1 - rate * self.decay) / (1 - rate * own if decoupled else 1)
+            factor = left / _kept_of(rate, own) if decoupled else left
             for projection in mine:
                 tensor = projection.tensor
                 if tensor.grad is None:
@@ -107,6 +107,16 @@ class QKDecay(Method):
                     amount = own * (1.0 if grad_scale is None else grad_scale)
                     sign = 1 if group.get("maximize") else -1
                     add_part_(tensor.grad, tensor, projection.view, sign * amount)
+
+
+def _kept_of(rate: float | Tensor, decay: float) -> float | Tensor:
+    """What the optimizer's own decay will leave of the weights."""
+    kept = 1 - rate * decay
+    if not isinstance(kept, Tensor) and kept <= 0:
+        raise LocaterError(
+            f"a learning rate of {rate:g} with a weight_decay of {decay:g} leaves nothing of the weights"
+        )
+    return kept
 
 
 def _groups(optimizer: Optimizer, parts: Iterable[Projection]) -> Iterator[tuple[dict[str, Any], list[Projection]]]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from locater.control._attend import in_backward
+from locater._seam import in_backward
 from locater.control._closed_form import projections
 from locater.control._dense import gathered
 from locater.control._parameters import add_group, owner_of, refuse_wrapped, rows_of, scale_
@@ -186,7 +186,10 @@ class _Sigma(nn.Module):
         vectors = [_top_vectors(matrix * mask[:, None]) for mask in masks]
         self.register_buffer("u", torch.stack([u for u, _ in vectors], 1))
         self.register_buffer("v", torch.stack([v for _, v in vectors], 1))
-        self.gamma = nn.Parameter(self.sigma(weight))  # not 0-dimensional: FSDP2 shards it
+        sigma = self.sigma(weight)
+        if not bool((sigma > 0).all()):
+            raise LocaterError(f"{target.path} is all zero, and σReparam divides by its largest singular value")
+        self.gamma = nn.Parameter(sigma, requires_grad=target.tensor.requires_grad)  # (P,): FSDP2 shards it
 
     def _matrix(self, weight: Tensor) -> Tensor:
         """(O, I), at least in float32."""

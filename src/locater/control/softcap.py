@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from locater.control._attend import Entry, Place, entry_of, hands_on, implementation_of, interface_place
+from locater._seam import Place, Tap, implementation_of, interface_place, reads_attribute, tap
 from locater.control.method import Installed, Method
 from locater.errors import LocaterError
 from locater.models.families import generic
@@ -45,13 +45,13 @@ class Softcap(Method):
         found = _capable(model)
         for place in found:
             module = place.module
-            if hands_on(module, _OWN):
+            if reads_attribute(module, _OWN):
                 setattr(module, _OWN, self.cap)
                 undo.callback(setattr, module, _OWN, None)
                 continue
-            eager = [entry_of(*table) for implementation, *table in place.tables() if implementation == "eager"]
-            for entry in eager:
-                entry.replace(module, capped_attention, undo)
+            eager = [tap(*where) for implementation, *where in place.functions() if implementation == "eager"]
+            for one in eager:
+                one.replace(module, capped_attention, undo)
             hook = _HandOn(self.cap, eager)
             undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         return Installed([place.module for place in found])
@@ -64,7 +64,7 @@ def _capable(model: nn.Module) -> list[Place]:
         place = interface_place(name, module)
         if place is not None:
             _check_path(name, module)
-            own = getattr(module, _OWN, None) if hands_on(module, _OWN) else None
+            own = getattr(module, _OWN, None) if reads_attribute(module, _OWN) else None
             if own is not None:
                 raise LocaterError(f"{name} caps its logits at {own:g} already; change that in its configuration")
             found.append(place)
@@ -98,13 +98,13 @@ class _HandOn:
     A copy of the model shares it, and is capped as long as the model is.
     """
 
-    def __init__(self, cap: float, eager: list[Entry]) -> None:
+    def __init__(self, cap: float, eager: list[Tap]) -> None:
         self._cap, self._eager = cap, eager
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         kind = type(module).__name__
         _check_path(kind, module)
-        if implementation_of(module) == "eager" and any(entry.instead is None for entry in self._eager):
+        if implementation_of(module) == "eager" and any(one.instead is None for one in self._eager):
             raise LocaterError(f"this {kind} is a copy of one whose softcap has been removed; it cannot be run")
         return args, {**kwargs, "softcap": self._cap}
 

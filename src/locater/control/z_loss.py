@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from locater.control._attend import Heard, Listener, listen
+from locater._seam import Heard, Listener, listen, places
 from locater.control._logsumexp import logsumexp
+from locater.control._numbers import checked_strength
 from locater.control.method import Installed, Method
 from locater.errors import LocaterError
 
@@ -42,11 +43,10 @@ class ZLoss(Method):
     at_start = "The output is unchanged, bitwise."
 
     def __init__(self, strength: float = 1e-4, *, loss_scale: LossScale = 1.0) -> None:
-        if isinstance(strength, bool) or not isinstance(strength, (int, float)) or not 0 <= strength < math.inf:
-            raise LocaterError(f"strength must be a finite number that is not negative, got {strength!r:.80}")
-        if not callable(loss_scale) and not (isinstance(loss_scale, (int, float)) and 0 < loss_scale < math.inf):
+        positive = isinstance(loss_scale, (int, float)) and loss_scale is not True and 0 < loss_scale < math.inf
+        if not callable(loss_scale) and not positive:
             raise LocaterError(f"loss_scale must be a positive number, or a function that gives it, got {loss_scale!r}")
-        self.strength, self.loss_scale = float(strength), loss_scale
+        self.strength, self.loss_scale = checked_strength("strength", strength), loss_scale
 
     def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
         del optimizer
@@ -64,7 +64,8 @@ class ZLoss(Method):
             carried: Tensor = _WithPenalty.apply(result, self.strength * mean, self.loss_scale)  # type: ignore[no-untyped-call]
             return carried
 
-        found = listen(model, Listener(wants, tell), undo)
+        found = places(model)
+        listen(found, Listener(wants, tell), undo)
         names.update({id(place.module): place.name for place in found})
 
         def measure() -> dict[str, float]:

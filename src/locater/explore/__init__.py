@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from locater._pages import UNPACK, plotly, policy, put, script_hash
+from locater._pages import UNPACK, head, put, script_hash
+from locater._plotly import plotly
 from locater.files import write_file
 
 __all__ = ["explorer_page", "write_explorer"]
@@ -20,9 +21,9 @@ def explorer_page() -> str:
 
     library, library_hash = plotly()
     theory, app = _script(*map(_read, _THEORY)), _script(UNPACK, *map(_read, _APP))
+    hashes = [script_hash(theory), script_hash(app), library_hash]
     parts = {
-        "POLICY": policy(script_hash(theory), script_hash(app), library_hash, workers=True),
-        "STYLE": _read("explorer.css"),
+        "HEAD": head("Where should attention look?", _read("explorer.css"), hashes, workers=True),
         "VERSION": __version__,
         "PLOTLY": library,
         "WORKER": _read("worker.js"),

@@ -14,16 +14,26 @@ Verdicts are three words: reproduced, not reproduced, cannot tell. What makes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-from locater.errors import LocaterError
+from locater.lab._comparing import (
+    Noise,
+    UndecidedError,
+    comparable,
+    kappa_name,
+    noise_for,
+    paired,
+    relative,
+    seed_spread,
+    summaries,
+    told_apart,
+)
 from locater.lab.series import FIGURE_OF, Array, Sweep, broken_line, plain, read_sweep, stripes
 
 if TYPE_CHECKING:
@@ -31,7 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PAPER_KAPPAS", "Claim", "claims", "claims_markdown", "claims_table", "seed_spread"]
 
-Noise: TypeAlias = Mapping[str, float] | float | None
 Finding: TypeAlias = tuple[str, str, dict[str, Any]]  # measured, verdict, evidence
 
 PAPER_KAPPAS = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
@@ -57,33 +66,9 @@ class Claim:
     evidence: dict[str, Any]  # plain numbers, words and lists
 
 
-def seed_spread(folder: str | Path) -> dict[str, float]:
-    """How far a relative difference between two strengths varies from seed to seed, at most: `noise` for one seed."""
-    sweep = _comparable(read_sweep(folder))
-    spreads: dict[str, float] = {}
-    for name, values in _summaries(sweep).items():
-        ranges = []
-        for weaker, stronger in pairwise(sweep.kappas):
-            seeds = sorted(sweep.of(weaker).keys() & sweep.of(stronger).keys())
-            if len(seeds) > 1:
-                pair = np.array([[values[sweep.of(kappa)[seed]] for seed in seeds] for kappa in (weaker, stronger)])
-                ranges.append(float(np.ptp(_relative(pair[0], pair[1]))))
-        if not ranges:
-            raise LocaterError(f"{folder} has one seed only; the spread between seeds needs two or more")
-        spreads[name] = max(ranges)
-    return spreads
-
-
-# --- judging ------------------------------------------------------------------------------------------------------
-
-
-class _UndecidedError(Exception):
-    """Why not."""
-
-
 def claims(folder: str | Path, *, noise: Noise = None) -> list[Claim]:
     """The claims of Section 7 and Appendix D against the sweep in this folder."""
-    sweep = _comparable(read_sweep(folder))
+    sweep = comparable(read_sweep(folder))
     end, model = int(sweep.steps[-1]), sweep.config.model
     number = FIGURE_OF.get((model.width, model.layers))
     figure, beside = f"Fig. {number or 6}", "" if number else " (of another model)"
@@ -91,7 +76,7 @@ def claims(folder: str | Path, *, noise: Noise = None) -> list[Claim]:
     for statement, place, test in _TESTS:
         try:
             measured, verdict, evidence = test(sweep, noise)
-        except _UndecidedError as why:
+        except UndecidedError as why:
             measured, verdict, evidence = str(why), CANNOT_TELL, {}
         if end < sweep.config.steps:
             measured, verdict = f"at step {end:,} of {sweep.config.steps:,}: {measured}", CANNOT_TELL
@@ -120,60 +105,7 @@ def claims_markdown(folder: str | Path, *, noise: Noise = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _comparable(sweep: Sweep) -> Sweep:
-    """At the steps every member has recorded."""
-    shared = np.all(sweep.recorded, axis=0)
-    if not shared.any():
-        raise LocaterError("the members of this sweep have no recorded step in common; let it go on")
-    return sweep.at(shared)
-
-
-def _summaries(sweep: Sweep) -> dict[str, Array]:
-    """One number a member of each quantity that strengths are compared by."""
-    perplexity = sweep.values["perplexity"]
-    return {
-        "scale": sweep.values["scale"][:, -1],
-        "entropy": sweep.values["entropy"][:, -1],
-        "best perplexity": np.where(np.isnan(perplexity), np.inf, perplexity).min(-1),
-        "last perplexity": perplexity[:, -1],
-    }
-
-
-def _paired(sweep: Sweep, kappas: Sequence[float | None]) -> tuple[NDArray[np.int64], list[int]]:
-    """Indices of members (strength, seed) for the seeds all these strengths have, and those seeds."""
-    missing = [_name(kappa) for kappa in kappas if kappa not in sweep.kappas]
-    if missing:
-        raise _UndecidedError(f"not trained: κ₂ = {', '.join(missing)}")
-    seeds = sorted(set.intersection(*(set(sweep.of(kappa)) for kappa in kappas)))
-    if not seeds:
-        raise _UndecidedError("the strengths have no seed in common")
-    return np.array([[sweep.of(kappa)[seed] for seed in seeds] for kappa in kappas], dtype=np.int64), seeds
-
-
-def _told(weaker: Array, stronger: Array, noise: float | None) -> NDArray[np.int64]:
-    """+1 where `stronger` (seeds, …) is higher, −1 where lower, 0 where the seeds do not tell."""
-    with np.errstate(invalid="ignore"):
-        difference = stronger - weaker
-        mean = difference.mean(0)
-        if len(difference) > 1:
-            one_sign = (np.sign(difference) == np.sign(difference[0])).all(0)
-            told = one_sign & (np.abs(mean) > 2 * difference.std(0, ddof=1))
-        else:
-            told = np.abs(mean) > (np.inf if noise is None else noise * np.abs(weaker[0]))
-        return np.where(told & np.isfinite(mean), np.sign(mean), 0).astype(np.int64)
-
-
-def _relative(weaker: Array, stronger: Array) -> Array:
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.asarray(stronger / weaker - 1)
-
-
-def _noise(noise: Noise, quantity: str) -> float | None:
-    return noise.get(quantity) if isinstance(noise, Mapping) else noise
-
-
-def _name(kappa: float | None) -> str:
-    return "none" if kappa is None else f"{kappa:g}"
+# --- judging ------------------------------------------------------------------------------------------------------
 
 
 def _signed(value: float, form: str) -> str:
@@ -188,13 +120,13 @@ def _trend(quantity: str, sign: int, kappas: Sequence[float | None]) -> Callable
     """Tests that a quantity rises (+1) or falls (−1) along strengths."""
 
     def test(sweep: Sweep, noise: Noise) -> Finding:
-        rows, seeds = _paired(sweep, kappas)
-        level = _noise(noise, quantity)
-        values = _summaries(sweep)[quantity][rows]  # (strength, seed)
+        rows, seeds = paired(sweep, kappas)
+        level = noise_for(noise, quantity)
+        values = summaries(sweep)[quantity][rows]  # (strength, seed)
         means = values.mean(1)
-        steps = [int(_told(a, b, level)) for a, b in pairwise(values)]
-        ends = int(_told(values[0], values[-1], level))
-        change = _relative(values[0], values[-1])
+        steps = [int(told_apart(a, b, level)) for a, b in pairwise(values)]
+        ends = int(told_apart(values[0], values[-1], level))
+        change = relative(values[0], values[-1])
         with np.errstate(invalid="ignore"):
             material = np.abs(np.diff(means)) > MATERIAL * np.abs(means[-1] - means[0])
         back = [told == -sign and bool(large) for told, large in zip(steps, material, strict=True)]
@@ -206,7 +138,7 @@ def _trend(quantity: str, sign: int, kappas: Sequence[float | None]) -> Callable
         chain = f"{means[0]:.4g}" + "".join(
             f"{signs[told]} {mean:.4g}" for told, mean in zip(steps, means[1:], strict=True)
         )
-        names = ", ".join(map(_name, kappas))
+        names = ", ".join(map(kappa_name, kappas))
         why = ", and no noise to compare with" if alone else ""
         measured = (
             f"κ₂ = {names}: {chain}; {_signed(float(change.mean()), '+.2%')} from first to last ({_seeds(seeds)}{why})"
@@ -219,7 +151,7 @@ def _trend(quantity: str, sign: int, kappas: Sequence[float | None]) -> Callable
 
 def _trace_held(sweep: Sweep, noise: Noise) -> Finding:
     del noise  # the yardstick is the target, not another strength
-    rows, seeds = _paired(sweep, PAPER_KAPPAS)
+    rows, seeds = paired(sweep, PAPER_KAPPAS)
     late = sweep.steps >= sweep.steps[-1] / 2
     gap = sweep.values["trace_gap"][rows][..., late].mean(-1)  # (strength, seed)
     held = gap <= HELD
@@ -233,12 +165,12 @@ def _trace_held(sweep: Sweep, noise: Noise) -> Finding:
 
 
 def _entropy_throughout(sweep: Sweep, noise: Noise) -> Finding:
-    rows, seeds = _paired(sweep, PAPER_KAPPAS)
+    rows, seeds = paired(sweep, PAPER_KAPPAS)
     even = sweep.even()
     if not len(even.steps):
-        raise _UndecidedError("no record after the first steps yet")
+        raise UndecidedError("no record after the first steps yet")
     entropy = even.values["entropy"][rows]  # (strength, seed, step)
-    told = _told(entropy[0], entropy[-1], _noise(noise, "entropy"))
+    told = told_apart(entropy[0], entropy[-1], noise_for(noise, "entropy"))
     higher, lower = float((told > 0).mean()), float((told < 0).mean())
     in_order = float((np.diff(entropy.mean(1), axis=0) > 0).all(0).mean())
     verdict = REPRODUCED if higher >= THROUGHOUT else NOT_REPRODUCED if lower > 1 - THROUGHOUT else CANNOT_TELL
@@ -260,7 +192,7 @@ def _phases(sweep: Sweep, noise: Noise) -> Finding:
     even = sweep.even()
     early = even.steps <= sweep.steps[-1] / 2
     if sweep.steps[-1] < 2 * PHASES_AT or early.sum() < 8:
-        raise _UndecidedError(
+        raise UndecidedError(
             f"needs {2 * PHASES_AT:,} steps and 16 records, has {sweep.steps[-1]:,} and {len(even.steps)}"
         )
     lines = [index for kappa in (None, *PAPER_KAPPAS) for index in sweep.of(kappa).values()]
@@ -273,7 +205,7 @@ def _phases(sweep: Sweep, noise: Noise) -> Finding:
         series = values[lines]
         series = series[np.isfinite(series).all(1)]
         if not len(series):
-            raise _UndecidedError(f"{name} is not finite")
+            raise UndecidedError(f"{name} is not finite")
         bend, removed = broken_line(even.steps, series)
         bend_early, _ = broken_line(even.steps[early], series[:, early])
         moved = np.maximum(bend / bend_early, bend_early / bend)
@@ -298,11 +230,11 @@ def _phases(sweep: Sweep, noise: Noise) -> Finding:
 
 def _stripes_shown(sweep: Sweep, noise: Noise) -> Finding:
     del noise  # the yardstick is the sampling error
-    rows, seeds = _paired(sweep, (1.0, None))
+    rows, seeds = paired(sweep, (1.0, None))
     found = [[stripes(sweep.steps, sweep.rho[index], sweep.config.probe_blocks) for index in pair] for pair in rows]
     contrast = np.array([[each.contrast for each in pair] for pair in found])  # (with and without, seed)
     if not np.isfinite(contrast).all():
-        raise _UndecidedError("ρ was not recorded at every step")
+        raise UndecidedError("ρ was not recorded at every step")
     chance = np.array([[each.chance for each in pair] for pair in found])
     salient = (contrast >= SALIENT) & (chance < 1e-3)
     if salient[0].all() and not salient[1].any():
@@ -333,8 +265,8 @@ def _falls_with_scale(quantity: str) -> Callable[[Sweep, Noise], Finding]:
         del noise
         kappas = [kappa for kappa in sweep.kappas if kappa is not None]
         if len(kappas) < 4:
-            raise _UndecidedError(f"needs four strengths to rank, has {len(kappas)}")
-        rows, seeds = _paired(sweep, kappas)
+            raise UndecidedError(f"needs four strengths to rank, has {len(kappas)}")
+        rows, seeds = paired(sweep, kappas)
         scale, other = sweep.values["scale"][rows][..., -1], sweep.values[quantity][rows][..., -1]
         found = np.array([_rank_correlation(scale[:, seed], other[:, seed]) for seed in range(len(seeds))])
         bar = CORRELATED if len(seeds) > 1 else ALONE
@@ -350,7 +282,7 @@ def _entropy_falls_over_time(sweep: Sweep, noise: Noise) -> Finding:
     del noise
     even = sweep.even()
     if len(even.steps) < 8:
-        raise _UndecidedError(f"needs eight records, has {len(even.steps)}")
+        raise UndecidedError(f"needs eight records, has {len(even.steps)}")
     pairs = zip(even.values["scale"], even.values["entropy"], strict=True)
     found = np.array([_rank_correlation(scale, entropy) for scale, entropy in pairs])
     share = float((found <= -CORRELATED).mean())
@@ -368,16 +300,16 @@ def _past_one(sweep: Sweep, noise: Noise) -> Finding:
     """Where the perplexity turns, if it does: not the paper's claim but what its trend would lead one to."""
     kappas = [kappa for kappa in sweep.kappas if kappa is not None and kappa >= 1]
     if not any(kappa > 1 for kappa in kappas):
-        raise _UndecidedError("not trained: κ₂ > 1")
-    rows, seeds = _paired(sweep, [1.0, *(kappa for kappa in kappas if kappa > 1)])
+        raise UndecidedError("not trained: κ₂ > 1")
+    rows, seeds = paired(sweep, [1.0, *(kappa for kappa in kappas if kappa > 1)])
     evidence: dict[str, Any] = {"seeds": len(seeds), "kappa_2": kappas}
     parts, verdicts = [], []
     for quantity in ("best perplexity", "last perplexity"):
-        level, values = _noise(noise, quantity), _summaries(sweep)[quantity][rows]
+        level, values = noise_for(noise, quantity), summaries(sweep)[quantity][rows]
         means = values.mean(1)
         low = int(np.where(np.isfinite(means), means, np.inf).argmin())
-        worse = [k for k in range(low + 1, len(kappas)) if _told(values[low], values[k], level) > 0]
-        better = bool(_told(values[0], values[low], level) < 0)
+        worse = [k for k in range(low + 1, len(kappas)) if told_apart(values[low], values[k], level) > 0]
+        better = bool(told_apart(values[0], values[low], level) < 0)
         turn = f", worse at {kappas[worse[0]]:g}" if worse else ", no turn told"
         chain = ", ".join(f"{mean:.4g}" for mean in means)
         parts.append(f"{quantity} {chain}: lowest at κ₂ = {kappas[low]:g}{turn}")
@@ -390,7 +322,7 @@ def _past_one(sweep: Sweep, noise: Noise) -> Finding:
         }
         to_the_end = low == len(kappas) - 1 and better
         verdicts.append(NOT_REPRODUCED if worse else REPRODUCED if to_the_end else CANNOT_TELL)
-    names = ", ".join(map(_name, kappas))
+    names = ", ".join(map(kappa_name, kappas))
     return f"κ₂ = {names}: {'; '.join(parts)} ({_seeds(seeds)})", verdicts[0], evidence
 
 

@@ -6,13 +6,11 @@ an entry never changes: processes that build one at the same time write the same
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import io
 import json
 import os
 import re
-import zlib
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +27,7 @@ from numpy.typing import NDArray
 
 from locater.errors import LocaterError, require
 from locater.files import write_file
+from locater.lab._bytes import Bytes, cut, read_bytes
 from locater.lab.config import check_whole, fingerprint
 
 __all__ = ["BOS", "EOS", "PAD", "SPECIALS", "SPLITS", "UNITS", "UNK", "Corpus", "load_corpus"]
@@ -276,9 +275,9 @@ def _byte_corpus(source: str | Path | None, cache: Path | None) -> Corpus:
         file = next((path for path in names if path.is_file()), None)
         if file is None:
             raise LocaterError("enwik8 is not in $LOCATER_DATA, here or in data; give the path of the file")
-        name, splits = "enwik8", _cut(_bytes_of(file))
+        name, splits = "enwik8", _cut_file(file)
     elif isinstance(source, str | os.PathLike) and Path(source).is_file():
-        name, splits = Path(source).name, _cut(_bytes_of(Path(source)))
+        name, splits = Path(source).name, _cut_file(Path(source))
     else:
         text = _find(source, cache)
         name = text.name
@@ -287,27 +286,14 @@ def _byte_corpus(source: str | Path | None, cache: Path | None) -> Corpus:
     return _corpus(name, words, {split: x.astype(_TOKEN) + len(SPECIALS) for split, x in splits.items()})
 
 
-def _plain_bytes(text: _Text, path: Path) -> NDArray[np.uint8]:
+def _cut_file(path: Path) -> dict[str, Bytes]:
+    return dict(zip(SPLITS, cut(read_bytes(path)), strict=True))
+
+
+def _plain_bytes(text: _Text, path: Path) -> Bytes:
     if text.read is not _parquet_lines:
-        return _bytes_of(path)
+        return read_bytes(path)
     return np.frombuffer("".join(" ".join(line) + "\n" for line in text.read(path)).encode(), dtype=np.uint8)
-
-
-def _cut(whole: NDArray[np.uint8]) -> dict[str, NDArray[np.uint8]]:
-    twentieth = len(whole) // 20
-    ends = np.array_split(whole[len(whole) - 2 * twentieth :], 2)
-    return dict(zip(SPLITS, (whole[: len(whole) - 2 * twentieth], *ends), strict=True))
-
-
-def _bytes_of(path: Path) -> NDArray[np.uint8]:
-    try:
-        raw = path.read_bytes()
-        raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
-    except (OSError, EOFError, zlib.error) as error:
-        raise LocaterError(f"cannot read {path}: {error}") from error
-    if len(raw) < 20:
-        raise LocaterError(f"{path} holds {len(raw)} bytes, too few for a text")
-    return np.frombuffer(raw, dtype=np.uint8)
 
 
 # From text to indices

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from locater.control.stacked import GROWTH, decoupled_step, growth_share, limited
+from locater.control.stacked import decoupled_step, held_step, limited, ordinary_scale
 from locater.lab.config import ModelConfig
 from locater.measure import max_logits
 from locater.qk import QK
@@ -30,8 +30,6 @@ Parameters = Mapping[str, Tensor]
 
 class Method:
     """No change at all, and what the others start from. `strength` is (E,)."""
-
-    learned = ""  # what it adds to the parameters, as `lab.model` knows it
 
     def __init__(self, config: ModelConfig, strength: Tensor) -> None:
         self.config, self.strength = config, strength
@@ -107,8 +105,6 @@ class QKNorm(Method):
 
     The strength is the gains' product at the start: logits are then at most √K times it.
     """
-
-    learned = "gains"
 
     def start(self, values: Parameters, seeds: Tensor) -> None:
         del seeds
@@ -187,7 +183,6 @@ class SigmaReparam(Method):
     σ₁ by one power iteration a training step, in float32. Ŵ can be stored in W's place when training is over.
     """
 
-    learned = "gammas"
     names: tuple[str, ...] = ("qkv", "out", "fc1", "fc2")
     parts = 3  # of qkv
 
@@ -302,7 +297,9 @@ class QKClip(Method):
 
     def after_update(self, values: Parameters, rate: Tensor, hold: Tensor) -> bool:
         del rate, hold
-        factor = (self.strength[:, None, None] / self._largest).clamp(0, 1).sqrt()  # (E, L, H)
+        most, largest = self.strength[:, None, None], self._largest
+        too_large = (largest > most) & largest.isfinite()
+        factor = torch.where(too_large, most / largest, 1.0).sqrt()  # (E, L, H)
         for w in _factors(values, self.config):
             w *= factor[..., None, None]
         for b in _biases(values, self.config):
@@ -324,40 +321,34 @@ class DecoupledLocAteR(Method):
     """LocAteR beside the optimizer, not through it: a step of rate · strength down tr(W_QKᵀW_QK)."""
 
     def after_update(self, values: Parameters, rate: Tensor, hold: Tensor) -> bool:
-        step = (rate * hold * self.strength)[:, None, None]
         w_q, w_k = _factors(values, self.config)
-        qk = QK(w_q, w_k)
-        new_q, new_k = self._limited(*decoupled_step(qk, self._press(qk, step), *self._pull(step)), hold)
+        new_q, new_k = self._stepped(QK(w_q, w_k), (rate * hold * self.strength)[:, None, None], hold)
         w_q.copy_(new_q)
         w_k.copy_(new_k)
         return True
 
-    def _press(self, qk: QK, step: Tensor) -> Tensor:
-        """The step down the scale."""
-        del qk
-        return step
-
-    def _limited(self, w_q: Tensor, w_k: Tensor, hold: Tensor) -> tuple[Tensor, Tensor]:
+    def _stepped(self, qk: QK, step: Tensor, hold: Tensor) -> tuple[Tensor, Tensor]:
         del hold
-        return w_q, w_k
+        nothing = torch.zeros_like(step)
+        return decoupled_step(qk, step, nothing, nothing)
 
-    def _pull(self, step: Tensor) -> tuple[Tensor, Tensor]:
-        """Step and target of the trace."""
-        return torch.zeros_like(step), torch.zeros_like(step)
+    def _target(self, like: Tensor) -> Tensor:
+        """Of the trace: where the theory has tokens begin to localise."""
+        return torch.full_like(like, 2 * math.sqrt(self.config.head_width))
 
 
 class TracedLocAteR(DecoupledLocAteR):
-    """The same, with the trace pulled as strongly to 2 √K, where the theory has tokens begin to localise."""
+    """The same, with the trace pulled as strongly to 2 √K."""
 
-    def _pull(self, step: Tensor) -> tuple[Tensor, Tensor]:
-        return step, torch.full_like(step, 2 * math.sqrt(self.config.head_width))
+    def _stepped(self, qk: QK, step: Tensor, hold: Tensor) -> tuple[Tensor, Tensor]:
+        del hold
+        return decoupled_step(qk, step, step, self._target(step))
 
 
-class AutoLocAteR(TracedLocAteR):
-    """The same, but a head's scale is pressed only by how far it has grown beyond what it began with.
+class AutoLocAteR(DecoupledLocAteR):
+    """That too, but a head's scale is pressed only by how far it has grown, and never goes beyond a limit.
 
-    Where nothing grows, only the trace is held; from twice the first scale on, the full step is made; beyond GROWTH
-    times the first no head's scale can go.
+    The rule of `locater.control.DecoupledLocAteR`.
     """
 
     def start(self, values: Parameters, seeds: Tensor) -> None:
@@ -367,11 +358,9 @@ class AutoLocAteR(TracedLocAteR):
     def state(self) -> dict[str, Tensor]:
         return {"first": self._first}
 
-    def _press(self, qk: QK, step: Tensor) -> Tensor:
-        return growth_share(qk, self._first) * step
-
-    def _limited(self, w_q: Tensor, w_k: Tensor, hold: Tensor) -> tuple[Tensor, Tensor]:
-        return limited(QK(w_q, w_k), GROWTH * self._first / hold)
+    def _stepped(self, qk: QK, step: Tensor, hold: Tensor) -> tuple[Tensor, Tensor]:
+        ordinary = ordinary_scale(self._first, self.config.head_width**-0.5)
+        return limited(QK(*held_step(qk, step, self._target(step), ordinary)), ordinary, hold)
 
 
 METHODS: dict[str, type[Method]] = {

@@ -1,4 +1,4 @@
-"""E models in training as one program: their state, an update of all of them, and what is measured on them.
+"""E models in training as one program: their state, an update of all of them, and a record of each.
 
 Everything random is a function of a member's seed, the step and the place; nothing is carried from step to step but
 the tensors in `state()`. So a member does not notice its neighbours, and a run that goes on from a checkpoint is the
@@ -18,10 +18,11 @@ from torch.nn import functional
 
 from locater.control import penalty_gradient
 from locater.errors import LocaterError
+from locater.lab._validation import look, valid_loss
 from locater.lab._watchers import Begin, Watchers
 from locater.lab.config import Config, Member
 from locater.lab.data import EOS, PAD, Corpus
-from locater.lab.loss import loss_and_gradient, losses
+from locater.lab.loss import loss_and_gradient
 from locater.lab.methods import method_of
 from locater.lab.model import (
     Dropout,
@@ -34,14 +35,12 @@ from locater.lab.model import (
     query_key_matrix,
 )
 from locater.lab.optimizer import AdamW, Segment
-from locater.measure import AttentionStatistics, attention_statistics, rank_residual
 from locater.qk import QK
 
 __all__ = ["Stack", "TokenBlocks", "check_sizes"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FIRST_SCALE, _GROWTH_INTERVAL = 128.0, 2_000  # of the loss under fp16
-_EVALUATED_TOKENS = 1 << 18  # of all members together, at a time
 _WARM_UP = 2  # updates on a GPU before one is recorded: kernels are compiled, workspaces made
 
 
@@ -312,7 +311,7 @@ class Stack:
     @torch.no_grad()
     def measure(self) -> list[dict[str, Any]]:
         """A record of every member, as `records` describes it; the mean of the training loss starts anew."""
-        columns = {"valid_loss": self._valid_loss()} | self._spectrum() | self._look()
+        columns = {"valid_loss": valid_loss(self)} | self._spectrum() | look(self)
         broke_at, count = self.broke_at.tolist(), self.loss_count.tolist()
         train = (self.loss_sum / self.loss_count).tolist()
         self.loss_sum.zero_()
@@ -329,28 +328,6 @@ class Stack:
             rows.append(row)
         return rows
 
-    def _forward(self, blocks: Tensor, see: Any = None) -> tuple[Tensor, Tensor]:
-        """Hidden states and targets of the same validation blocks for all members."""
-        inputs, targets = self.valid(blocks.expand(len(self), -1))
-        low = self.body(self.segments["body"].low)
-        embedded = embed(self.segments["embedding"].low, inputs)
-        probe, method = self._watchers.probe(inputs, see), self.method.at_inference()
-        return hidden_states(low, embedded, self.config.model, see=probe, method=method), targets
-
-    def _valid_loss(self) -> Tensor:
-        """(E,): the mean over the tokens of the validation text."""
-        total = torch.zeros(len(self), dtype=torch.float64, device=self.device)
-        tokens = 0
-        count = min(self.valid.count, self.config.valid_blocks or self.valid.count)
-        size = max(1, _EVALUATED_TOKENS // (len(self) * self.config.model.tokens))
-        for start in range(0, count, size):
-            blocks = torch.arange(start, min(start + size, count), device=self.device)
-            x, targets = self._forward(blocks)
-            counted = targets != PAD
-            total += (losses(x, self.output.low, targets) * counted).sum(1, dtype=torch.float64)
-            tokens += int(counted[0].sum())
-        return total / tokens
-
     def _spectrum(self) -> dict[str, Tensor]:
         """Traces of W_QK, (E, L, H)."""
         values = self.method.at_inference().weights(self.body(self.segments["body"].value))
@@ -359,53 +336,13 @@ class Stack:
             name: torch.stack([getattr(qk, name)() for qk in layers], dim=1)
             for name in ("trace", "scale", "trace_square")
         }
-        if (
-            self.config.details and self.step == self.config.steps
-        ):  # the whole spectrum once, at the end: (E, L, H, K, 2), real and imaginary
+        if self.config.details and self.step == self.config.steps:
+            # the whole spectrum once, at the end: (E, L, H, K, 2), real and imaginary
             broken = ~torch.isfinite(self.segments["body"].value.sum(1))  # these have none
             whole = [QK(*(w.masked_fill(broken[:, None, None, None], 0) for w in (qk.w_q, qk.w_k))) for qk in layers]
             found["eigenvalues"] = torch.view_as_real(torch.stack([qk.eigenvalues() for qk in whole], dim=1))
             found["eigenvalues"][broken.to(found["eigenvalues"].device)] = torch.nan
         return found
-
-    def _look(self) -> dict[str, Tensor]:
-        """Where attention looks, on the first whole blocks of the validation text."""
-        model = self.config.model
-        heads: dict[str, list[Tensor]] = {"entropy": [], "max_logit": [], "rho": []}
-        residual: list[Tensor] = []
-        count = min(self.config.probe_blocks, self.valid.whole)
-
-        def see(layer: int, x: Tensor, _: Tensor, q: Tensor, k: Tensor) -> None:
-            residual.append(rank_residual(x.unflatten(1, (-1, model.tokens))).mean(1))
-            if layer == model.layers:
-                return
-            # members beside heads: both are apart from the batch
-            q, k = (a.transpose(0, 1).flatten(1, 2) for a in (q, k))  # (B, E·H, T, ·)
-            found = self._statistics(q, k)
-            by_member = (len(self), model.heads)
-            heads["entropy"].append(found.entropy.mean((0, 2)).view(by_member))
-            heads["max_logit"].append(found.max_logit.amax((0, 2)).view(by_member))
-            heads["rho"].append(found.rho.view(*by_member, -1))
-
-        self._forward(torch.arange(count, device=self.device), see)
-        if not self.config.details:
-            del heads["rho"]
-        return {name: torch.stack(parts, dim=1) for name, parts in heads.items()} | {
-            "rank_residual": torch.stack(residual, dim=1)
-        }
-
-    def _statistics(self, q: Tensor, k: Tensor) -> AttentionStatistics:
-        """Of queries and keys (B, E·H, T, ·)."""
-        scale, heads = self.config.model.head_width**-0.5, self.config.model.heads
-        caps = [self.method.cap(e) for e in range(len(self))]
-        if caps[0] is None:
-            return attention_statistics(q, k, causal=True, scale=scale)
-        parts = [
-            attention_statistics(*(x[:, e * heads : (e + 1) * heads] for x in (q, k)), scale=scale, softcap=cap)
-            for e, cap in enumerate(caps)
-        ]
-        entropy, top, lse = (torch.cat(x, dim=1) for x in list(zip(*parts, strict=True))[:3])
-        return AttentionStatistics(entropy, top, lse, torch.cat([part.rho for part in parts]))
 
     # ------------------------------------------------------------------ going on
 

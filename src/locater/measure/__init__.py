@@ -1,7 +1,7 @@
 """Where attention does look: statistics of queries and keys, and of hidden states."""
 
 from locater.measure._moments import Covariances
-from locater.measure.alarms import Alarm, Alarms, Thresholds, alarms_of
+from locater.measure.alarms import Alarm, Alarms, Thresholds, alarms_between, alarms_of
 from locater.measure.attention import AttentionStatistics, attention_statistics, signal_propagation
 from locater.measure.largest import max_logits
 from locater.measure.observe import Observation, observe
@@ -16,6 +16,7 @@ __all__ = [
     "Observation",
     "Prediction",
     "Thresholds",
+    "alarms_between",
     "alarms_of",
     "attention_statistics",
     "max_logits",

@@ -1,346 +1,96 @@
-"""What an attention call computes, read off its arguments: queries, keys, and which of them see which.
+"""What is measured of an attention call: its statistics, the keys its queries see, ρ of one query of each sequence.
 
-Legend: B batch, H query heads, G key heads, Tq queries, Tk keys, K head width.
+Legend: B batch, H query heads, Tq queries, Tk keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from locater.errors import LocaterError
-from locater.measure.attention import AttentionStatistics, attention_statistics, signal_propagation
+from locater._seam import Call, visible
+from locater.measure import attention
 
-__all__ = ["Call", "of_interface", "of_logits", "of_multihead", "of_sdpa", "of_stack"]
-
-
-@dataclass(frozen=True)
-class Call:
-    """One attention call. Which keys are seen is told by `bias` alone where it is given, else by the other three."""
-
-    q: Tensor  # (B, H, Tq, K)
-    k: Tensor  # (B, G, Tk, K)
-    scale: float | None = None
-    softcap: float | None = None
-    causal: bool = False
-    window: int | None = None
-    key_mask: Tensor | None = None  # (B, Tk)
-    bias: Tensor | None = None  # (B or 1, H or 1, Tq or 1, Tk), boolean or added
-    real: Tensor | None = None  # (B, Tq): False where the query is padding
-    tokens: slice | None = None  # of all of a forward's, where those of several sequences are packed into one
-    members: int = 1  # models that the sequences belong to, as many to each, one model's after the other's
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """B, H, Tq, Tk."""
-        (b, h, tq, _), tk = self.q.shape, self.k.shape[2]
-        return b, h, tq, tk
-
-    def statistics(self) -> AttentionStatistics:
-        return attention_statistics(
-            self.q,
-            self.k,
-            causal=self.causal,
-            scale=self.scale,
-            key_mask=self.key_mask,
-            window=self.window,
-            softcap=self.softcap,
-            bias=self.bias,
-        )
-
-    def without_empty(self) -> Call | None:
-        """Without the sequences that are nothing but padding; of several members all stay, for each to have as many."""
-        if self.real is None or self.members > 1:
-            return self
-        kept = self.real.any(1)
-        if kept.all():
-            return self
-        if not kept.any():
-            return None
-        bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[kept]
-        mask = None if self.key_mask is None else self.key_mask[kept]
-        return replace(self, q=self.q[kept], k=self.k[kept], bias=bias, key_mask=mask, real=self.real[kept])
-
-    def with_padding(self, mask: Tensor | None) -> Call:
-        """With the queries left out that are False, or 0, at the end of `mask` (B, Tq or more)."""
-        b, _, tq, _ = self.sizes
-        if mask is None or mask.ndim != 2 or len(mask) != b or mask.shape[1] < tq:
-            return self
-        tokens = mask[:, mask.shape[1] - tq :].to(self.q.device).bool()
-        return replace(self, real=tokens if self.real is None else tokens & self.real)
-
-    def visible_keys(self) -> Tensor:
-        """How many keys each query sees (B or 1, H or 1, Tq)."""
-        if self.bias is not None:
-            return visible(self.bias).sum(-1)
-        _, _, tq, tk = self.sizes
-        place = torch.arange(tk - tq, tk, device=self.q.device)
-        after = place + 1 if self.causal else place + (self.window or tk)
-        first = place - (self.window or tk) + 1
-        keys = place.new_ones(1, tk) if self.key_mask is None else self.key_mask
-        before = functional.pad(keys.cumsum(1), (1, 0))  # keys before each place
-        return (before[:, after.clamp(max=tk)] - before[:, first.clamp(min=0)])[:, None]
-
-    def signal_propagation(self, query: int) -> Tensor:
-        """For each sequence (B, H, Tk): 1 where z of the key is in [0, 1], 0 where not, NaN where unseen.
-
-        Keys are counted from the sequence's first that is no padding; a negative `query` from its last.
-        """
-        b, h, _, tk = self.sizes
-        row, counts = self._row(query)
-        q = torch.take_along_dim(self.q, row[:, None, None, None], 2)
-        seen = self._bias_of_row(row).masked_fill(~counts[:, None, None, None], -torch.inf)
-        # each sequence's heads are heads of their own: what is shared among sequences is shared among one
-        z = signal_propagation(
-            q.reshape(1, b * h, 1, -1),
-            self.k.reshape(1, -1, tk, self.k.shape[3]),
-            causal=False,
-            scale=self.scale,
-            softcap=self.softcap,
-            bias=seen.expand(b, h, 1, tk).reshape(1, b * h, 1, tk),
-        ).view(b, h, tk)
-        column = torch.arange(tk, device=z.device) + self._first_key()[:, None]  # (B, Tk)
-        shifted = torch.take_along_dim(z, column.clamp(max=tk - 1)[:, None], 2)
-        return shifted.masked_fill((column >= tk)[:, None], torch.nan)
-
-    def _row(self, query: int) -> tuple[Tensor, Tensor]:
-        """The row of the query in each sequence (B,), and whether there is one."""
-        b, _, tq, _ = self.sizes
-        real = torch.ones(b, tq, dtype=torch.bool, device=self.q.device) if self.real is None else self.real
-        end = tq - real.flip(1).byte().argmax(1)
-        row = end + query if query < 0 else torch.full_like(end, query)
-        inside = (row >= 0) & (row < tq)
-        row = row.clamp(0, tq - 1)
-        return row, inside & real.gather(1, row[:, None])[:, 0]
-
-    def _bias_of_row(self, row: Tensor) -> Tensor:
-        """What is added to the logits of one query of each sequence (B, H or 1, 1, Tk), −∞ where it sees nothing."""
-        b, _, tq, tk = self.sizes
-        if self.bias is not None:
-            rows = self.bias.expand(b, -1, tq, -1)
-            one = torch.take_along_dim(rows, row[:, None, None, None], 2)
-            added = torch.zeros_like(one, dtype=torch.float32) if one.dtype == torch.bool else one
-            return added.masked_fill(~visible(one), -torch.inf)
-        distance = torch.arange(tk, device=row.device) - (row + tk - tq)[:, None]  # (B, Tk)
-        hidden = torch.zeros_like(distance, dtype=torch.bool)
-        if self.causal:
-            hidden |= distance > 0
-        if self.window is not None:
-            hidden |= distance.abs() >= self.window
-        if self.key_mask is not None:
-            hidden |= ~self.key_mask
-        return torch.zeros(b, 1, 1, tk, device=row.device).masked_fill_(hidden[:, None, None], -torch.inf)
-
-    def _first_key(self) -> Tensor:
-        """The first key (B,) that a query which is no padding sees."""
-        b, _, tq, tk = self.sizes
-        if self.key_mask is not None:
-            return self.key_mask.byte().argmax(1)
-        if self.bias is None or self.real is None:
-            return torch.zeros(b, dtype=torch.long, device=self.q.device)
-        seen = visible(self.bias).any(1).expand(b, tq, tk) & self.real[..., None]
-        return seen.any(1).byte().argmax(1)
+__all__ = ["signal_propagation", "statistics", "visible_keys"]
 
 
-def visible(mask: Tensor) -> Tensor:
-    """Where a mask, boolean or added, lets a query see a key: as `attention_statistics` has it."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+def statistics(call: Call) -> attention.AttentionStatistics:
+    return attention.attention_statistics(call.q, call.k, **call.options())
 
 
-# ---------------------------------------------------------------------- the calls of libraries
-
-
-def of_interface(implementation: str, arguments: Mapping[str, Any], *, cross: bool) -> list[Call]:
-    """A call of one of Hugging Face's attention functions; several where sequences are packed into one."""
-    module, q, k = arguments["module"], arguments["query"].detach(), arguments["key"].detach()
-    mask, added = arguments.get("attention_mask"), arguments.get("position_bias")
-    if arguments.get("s_aux") is not None:
-        raise LocaterError(f"{type(module).__name__} has attention sinks, logits without a key; they are not measured")
-    if type(arguments.get("cache")).__name__ == "PagedAttentionCache" or arguments.get("block_table") is not None:
-        raise LocaterError(f"{type(module).__name__} ran with a paged cache, whose keys are out of sight; use another")
-    call = Call(q, k, arguments.get("scaling"), arguments.get("softcap"))
-    window, causal = arguments.get("sliding_window"), arguments.get("is_causal")
-    if causal is None:
-        causal = getattr(module, "is_causal", True)
-    if implementation == "flex_attention":  # its mask says all
-        return [_masked(call, _of_blocks(mask, call), added=added, cross=cross, window=window)]
-    if "flash" in implementation:
-        return _flash(replace(call, causal=bool(causal) and q.shape[2] > 1, window=window), arguments)
-    if implementation != "eager" and mask is None and causal and q.shape[2] > 1:
-        return [_top_left_causal(call, added)]
-    return [_masked(call, mask, added=added, cross=cross, window=window)]
-
-
-def of_sdpa(arguments: Mapping[str, Any]) -> Call:
-    """A call of torch's scaled_dot_product_attention."""
-    q, k, mask = arguments["query"].detach(), arguments["key"].detach(), arguments.get("attn_mask")
-    if q.ndim == 3:
-        q, k = q[:, None], k[:, None]
-        mask = mask[:, None] if mask is not None and mask.ndim == 3 else mask
-    call = Call(q, k, arguments.get("scale"))
-    return _top_left_causal(call, None) if arguments.get("is_causal") else _masked(call, mask)
-
-
-def of_logits(logits: Tensor, *, cross: bool) -> Call:
-    """Logits (B, H, Tq, Tk) that a model has computed itself."""
-    logits = logits.detach()
-    # masks of the lowest number may have been scaled with the logits
-    logits = logits.masked_fill(logits < max(-1e30, torch.finfo(logits.dtype).min / 2), -torch.inf)
-    b, h, tq, tk = logits.shape
-    q, k = logits.new_zeros(b, h, tq, 1), logits.new_zeros(b, 1, tk, 1)
-    return Call(q, k, 1.0, bias=logits, real=_real_queries(visible(logits), b, cross=cross))
-
-
-def of_stack(q: Tensor, k: Tensor, scale: float, real: Tensor) -> Call:
-    """Causal attention of the members of a stack: q and k (E, B, H, T, ·), real (E, B, T)."""
-    q, k, together = (x.detach().flatten(0, 1) for x in (q, k, real))
-    return Call(q, k, scale, causal=True, real=together, members=len(real))
-
-
-@torch.no_grad()
-def of_multihead(module: nn.MultiheadAttention, arguments: Mapping[str, Any]) -> tuple[Call, Tensor]:
-    """A call of torch's own module, and the states (B, Tq, D) its queries are made of."""
-    query, key = arguments["query"].detach(), arguments["key"].detach()
-    cross = arguments["query"] is not arguments["key"]
-    padding, mask = arguments.get("key_padding_mask"), arguments.get("attn_mask")
-    if query.is_nested:
-        lengths = torch.tensor([len(one) for one in key.unbind()], device=key.device)
-        query, key = (torch.nested.to_padded_tensor(one, 0.0) for one in (query, key))
-        padding = torch.arange(key.shape[1], device=key.device) >= lengths[:, None]
-    elif query.ndim == 2:
-        query, key, padding = query[None], key[None], None if padding is None else padding[None]
-    elif not module.batch_first:
-        query, key = query.transpose(0, 1), key.transpose(0, 1)
-    d, h = module.embed_dim, module.num_heads
-    if module.in_proj_weight is not None:
-        w_q, w_k = module.in_proj_weight[:d], module.in_proj_weight[d : 2 * d]
-    else:
-        w_q, w_k = module.q_proj_weight, module.k_proj_weight
-    b_q, b_k = (None, None) if module.in_proj_bias is None else module.in_proj_bias[: 2 * d].split(d)
-    q = functional.linear(query, w_q, b_q).unflatten(-1, (h, -1)).transpose(1, 2)
-    k = functional.linear(key, w_k, b_k).unflatten(-1, (h, -1)).transpose(1, 2)
-    if mask is not None and mask.ndim == 3:
-        mask = mask.view(-1, h, *mask.shape[1:])
-    both = _both(_additive(mask, q.dtype), _additive(None if padding is None else padding[:, None, None], q.dtype))
-    return _masked(Call(q, k), both, cross=cross), query
-
-
-# ---------------------------------------------------------------------- masks
-
-
-def _additive(hidden: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """torch.nn.MultiheadAttention's masks: True where hidden, or added already."""
-    if hidden is None or hidden.dtype != torch.bool:
-        return hidden
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-
-
-def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return other if one is None else one if other is None else one + other
-
-
-def _of_blocks(mask: Any, call: Call) -> Tensor | None:
-    """FlexAttention's mask, a function of places, as booleans (B or 1, H or 1, Tq, Tk); a tensor, added, stays one."""
-    if mask is None or isinstance(mask, Tensor):
-        return mask
-    from torch.nn.attention.flex_attention import create_mask
-
-    (b, h, *_), (_, _, tq, tk) = mask.shape, call.sizes
-    return create_mask(mask.mask_mod, b, h, tq, tk, device=str(call.q.device))
-
-
-def _top_left_causal(call: Call, added: Tensor | None) -> Call:
-    """torch's causal flag: query i sees keys 0 to i, whatever the lengths."""
+def visible_keys(call: Call) -> Tensor:
+    """How many keys each query sees (B or 1, H or 1, Tq)."""
+    if call.bias is not None:
+        return visible(call.bias).sum(-1)
     _, _, tq, tk = call.sizes
-    call = replace(call, k=call.k[:, :, :tq])
-    if added is None and tq <= tk:
-        return replace(call, causal=True)
-    seen = torch.ones(tq, min(tq, tk), dtype=torch.bool, device=call.q.device).tril()
-    return _masked(call, seen, added=None if added is None else added[..., :tq])
+    place = torch.arange(tk - tq, tk, device=call.q.device)
+    after = place + 1 if call.causal else place + (call.window or tk)
+    first = place - (call.window or tk) + 1
+    keys = place.new_ones(1, tk) if call.key_mask is None else call.key_mask
+    before = functional.pad(keys.cumsum(1), (1, 0))  # keys before each place
+    return (before[:, after.clamp(max=tk)] - before[:, first.clamp(min=0)])[:, None]
 
 
-def _flash(call: Call, arguments: Mapping[str, Any]) -> list[Call]:
-    """Flash attention's: padding as (B, Tk), causal aligned to the last key, sequences packed into one or not."""
-    mask: Tensor | None = arguments.get("attention_mask")
-    if mask is not None:
-        call = replace(call, k=call.k[:, :, : mask.shape[1]])
-        _, _, tq, tk = call.sizes
-        keys = mask[:, mask.shape[1] - tk :].bool()
-        return [replace(call, key_mask=keys, real=keys[:, tk - tq :] if tq <= tk else None)]
-    starts, positions = arguments.get("cu_seq_lens_q"), arguments.get("position_ids")
-    key_starts = arguments.get("cu_seq_lens_k")
-    if starts is None and positions is not None and len(call.q) == 1 and call.q.shape[2] > 1:
-        zeros = (positions.flatten() == positions.min()).nonzero()[:, 0].tolist()
-        starts = [*zeros, positions.numel()] if len(zeros) > 1 else None
-        key_starts = starts
-    if starts is None or key_starts is None:
-        return [call]
-    # flattened: a sequence after the other
-    q, k = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (call.q, call.k))
-    bounds, key_bounds = (x.tolist() if isinstance(x, Tensor) else x for x in (starts, key_starts))
-    return [
-        replace(call, q=q[:, :, a:b], k=k[:, :, c:d], tokens=slice(a, b))
-        for a, b, c, d in zip(bounds, bounds[1:], key_bounds, key_bounds[1:], strict=False)
-        if b > a and d > c
-    ]
+def signal_propagation(call: Call, query: int) -> Tensor:
+    """For each sequence (B, H, Tk): 1 where z of the key is in [0, 1], 0 where not, NaN where unseen.
 
-
-def _masked(
-    call: Call, mask: Tensor | None, *, added: Tensor | None = None, cross: bool = False, window: int | None = None
-) -> Call:
-    """The call with a mask, boolean (True is seen) or added, and what a model adds besides (T5's bias)."""
-    if mask is None:
-        return call if added is None else replace(call, bias=added.detach())
-    b, _, tq, tk = call.sizes
-    mask = mask.detach()[..., :tk]
-    mask = mask[(None,) * (4 - mask.ndim)]
-    seen = visible(mask).expand(-1, -1, tq, -1)
-    real = _real_queries(seen, b, cross=cross)
-    if added is not None:
-        total = added.detach() + (torch.zeros((), device=mask.device) if mask.dtype == torch.bool else mask)
-        return replace(call, bias=total.masked_fill(~visible(mask), -torch.inf), real=real)
-    plain = _plain(call, mask, seen, real, window)
-    return replace(call, bias=mask.expand(-1, -1, tq, -1), real=real) if plain is None else plain
-
-
-def _plain(call: Call, mask: Tensor, seen: Tensor, real: Tensor, window: int | None) -> Call | None:
-    """The call without its mask, if that says no more than causal, window and padding do: those need no T × T."""
-    b, _, tq, tk = call.sizes
-    if seen.shape[1] != 1 or tq > tk:
-        return None
-    if mask.dtype != torch.bool and not ((mask == 0) | ~visible(mask)).all():
-        return None
-    seen = seen[:, 0].expand(b, tq, tk)
-    keys = (seen & real[..., None]).any(1)
-    distance = torch.arange(tk, device=mask.device) - torch.arange(tk - tq, tk, device=mask.device)[:, None]
-    for size in (None, window)[: 1 if window is None else 2]:
-        for causal in (True, False):
-            expected = torch.ones_like(distance, dtype=torch.bool) if size is None else distance.abs() < size
-            expected = expected & (distance <= 0) if causal else expected
-            if not ((seen != expected & keys[:, None]) & real[..., None]).any():
-                return replace(call, causal=causal, window=size, key_mask=None if keys.all() else keys, real=real)
-    return None
-
-
-def _real_queries(seen: Tensor, batch: int, *, cross: bool) -> Tensor:
-    """(B, Tq): the queries that are no padding, from who sees whom (B or 1, H or 1, Tq, Tk).
-
-    A token of self-attention sees itself, padding is seen by nobody. In cross-attention a query's own padding does not
-    show; there, and where no query sees itself, those count that see anything.
+    Keys are counted from the sequence's first that is no padding; a negative `query` from its last.
     """
-    seen = seen.any(1)  # (B, Tq, Tk)
-    tq, tk = seen.shape[1:]
-    rows = seen.any(-1)
-    if cross or tq > tk:
-        return rows.expand(batch, tq)
-    place = torch.arange(tq, device=seen.device)
-    if tq < tk:  # a cache, perhaps with room left: the last key in sight is the last query's own
-        last = (tk - 1 - seen.flip(-1).byte().argmax(-1)).masked_fill(~rows, 0)
-        place = (place + last.amax() - (tq - 1)).clamp(min=0)
-    own = torch.take_along_dim(seen, place[None, :, None], 2)[..., 0]
-    return torch.where(own.any(), own, rows).expand(batch, tq)
+    b, h, _, tk = call.sizes
+    row, counts = _row(call, query)
+    q = torch.take_along_dim(call.q, row[:, None, None, None], 2)
+    seen = _bias_of_row(call, row).masked_fill(~counts[:, None, None, None], -torch.inf)
+    # each sequence's heads are heads of their own: what is shared among sequences is shared among one
+    z = attention.signal_propagation(
+        q.reshape(1, b * h, 1, -1),
+        call.k.reshape(1, -1, tk, call.k.shape[3]),
+        causal=False,
+        scale=call.scale,
+        softcap=call.softcap,
+        bias=seen.expand(b, h, 1, tk).reshape(1, b * h, 1, tk),
+    ).view(b, h, tk)
+    column = torch.arange(tk, device=z.device) + _first_key(call)[:, None]  # (B, Tk)
+    shifted = torch.take_along_dim(z, column.clamp(max=tk - 1)[:, None], 2)
+    return shifted.masked_fill((column >= tk)[:, None], torch.nan)
+
+
+def _row(call: Call, query: int) -> tuple[Tensor, Tensor]:
+    """The row of the query in each sequence (B,), and whether there is one."""
+    b, _, tq, _ = call.sizes
+    real = torch.ones(b, tq, dtype=torch.bool, device=call.q.device) if call.real is None else call.real
+    end = tq - real.flip(1).byte().argmax(1)
+    row = end + query if query < 0 else torch.full_like(end, query)
+    inside = (row >= 0) & (row < tq)
+    row = row.clamp(0, tq - 1)
+    return row, inside & real.gather(1, row[:, None])[:, 0]
+
+
+def _bias_of_row(call: Call, row: Tensor) -> Tensor:
+    """What is added to the logits of one query of each sequence (B, H or 1, 1, Tk), −∞ where it sees nothing."""
+    b, _, tq, tk = call.sizes
+    if call.bias is not None:
+        rows = call.bias.expand(b, -1, tq, -1)
+        one = torch.take_along_dim(rows, row[:, None, None, None], 2)
+        added = torch.zeros_like(one, dtype=torch.float32) if one.dtype == torch.bool else one
+        return added.masked_fill(~visible(one), -torch.inf)
+    distance = torch.arange(tk, device=row.device) - (row + tk - tq)[:, None]  # (B, Tk)
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if call.causal:
+        hidden |= distance > 0
+    if call.window is not None:
+        hidden |= distance.abs() >= call.window
+    if call.key_mask is not None:
+        hidden |= ~call.key_mask
+    return torch.zeros(b, 1, 1, tk, device=row.device).masked_fill_(hidden[:, None, None], -torch.inf)
+
+
+def _first_key(call: Call) -> Tensor:
+    """The first key (B,) that a query which is no padding sees."""
+    b, _, tq, tk = call.sizes
+    if call.key_mask is not None:
+        return call.key_mask.byte().argmax(1)
+    if call.bias is None or call.real is None:
+        return torch.zeros(b, dtype=torch.long, device=call.q.device)
+    seen = visible(call.bias).any(1).expand(b, tq, tk) & call.real[..., None]
+    return seen.any(1).byte().argmax(1)

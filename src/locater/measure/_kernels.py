@@ -15,8 +15,7 @@ Legend: B batch, H query heads, G key heads, TQ queries, TK keys, D head width.
 from __future__ import annotations
 
 import math
-import os
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
@@ -25,18 +24,14 @@ from typing import Any, NamedTuple, no_type_check
 import torch
 from torch import Tensor
 
+from locater._triton import INTERPRETED, available, jit, on, tl, triton
+
 __all__ = ["Tiles", "View", "applies", "available", "candidates", "row_statistics", "tune"]
 
-triton: Any = None
-tl: Any = None
-with suppress(ImportError):  # optional: without it `available` says no
-    triton, tl = import_module("triton"), import_module("triton.language")
-_jit: Any = (lambda function: function) if triton is None else triton.jit
 # one program for all lengths: left to itself, Triton makes another when one of these is 1
 _SIZES = ["H", "R", "TQ", "TK", "left", "right"]
-_jit_any: Any = _jit if triton is None else triton.jit(do_not_specialize=_SIZES)
+_jit_any: Any = jit if triton is None else triton.jit(do_not_specialize=_SIZES)
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 256
 _LOG2_E = math.log2(math.e)
@@ -53,13 +48,6 @@ class View(NamedTuple):
     slopes: Tensor | None = None  # (H,): a logit falls by slope · |distance|
 
 
-def available(tensor: Tensor) -> bool:
-    """Whether the kernel runs where the tensor is; looks at no values."""
-    if triton is None or tensor.device.type != ("cpu" if _INTERPRETED else "cuda"):
-        return False
-    return _INTERPRETED or (torch.version.hip is None and torch.cuda.get_device_capability(tensor.device) >= (8, 0))
-
-
 def applies(q: Tensor, k: Tensor, view: View) -> bool:
     """Whether the kernel takes these; a scale below 0 would turn its maxima into minima."""
     return q.dtype == k.dtype and q.dtype in _DTYPES and q.shape[3] <= _WIDEST and view.scale >= 0 and available(q)
@@ -68,7 +56,7 @@ def applies(q: Tensor, k: Tensor, view: View) -> bool:
 # ---------------------------------------------------------------------- the pass
 
 
-@_jit
+@jit
 @no_type_check
 def _tanh(x):
     """To float32's precision also where x is small, so that a high cap leaves small logits as they are."""
@@ -80,7 +68,7 @@ def _tanh(x):
     return tl.where(square < 0.0625, series, tl.where(x < 0, -ratio, ratio))
 
 
-@_jit
+@jit
 @no_type_check
 def _keys(pointers, columns, ds, TK, D: tl.constexpr, BLOCK_D: tl.constexpr, HIDES: tl.constexpr):
     if HIDES:
@@ -92,7 +80,7 @@ def _keys(pointers, columns, ds, TK, D: tl.constexpr, BLOCK_D: tl.constexpr, HID
     return keys
 
 
-@_jit
+@jit
 @no_type_check
 def _absorb(
     m, total, weighted, queries, there, places, slope, k, k_table, key_mask, b, g, start, stop, TK, k_t, unit, inner,
@@ -316,7 +304,7 @@ def _launch(q: Tensor, k: Tensor, view: View, entropy: Tensor, top: Tensor, lse:
     options: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     if tiles.registers is not None:
         options["maxnreg"] = tiles.registers
-    with _on(q):
+    with on(q):
         _rows_kernel[(-(-tq // tiles.rows) * batch * heads,)](
             q, k, table, mask, slopes, entropy, top, lse, heads, heads // groups, tq, tk, *q.stride()[:3],
             *k.stride()[:3], 0 if mask is None else mask.stride(0),
@@ -327,7 +315,7 @@ def _launch(q: Tensor, k: Tensor, view: View, entropy: Tensor, top: Tensor, lse:
             LEFT=view.left is not None, RIGHT=view.right is not None, CAPPED=cap is not None,
             SLOPED=slopes is not None, MASKED=mask is not None, TABLE=table is not None,
             # the interpreter would multiply the bits of bfloat16
-            OPERAND=tl.float32 if _INTERPRETED else getattr(tl, str(q.dtype).removeprefix("torch.")),
+            OPERAND=tl.float32 if INTERPRETED else getattr(tl, str(q.dtype).removeprefix("torch.")),
             PRECISION="ieee", STAGES=tiles.stages, **options,
         )  # fmt: skip
 
@@ -336,12 +324,8 @@ def _descriptor(tensor: Tensor, block: list[int]) -> Any:
     """For the tensor memory accelerator, or None where its addresses are not multiples of 16 bytes."""
     strides = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
     if any(address % 16 or not address for address in (tensor.data_ptr(), *strides)) or not (
-        _INTERPRETED or torch.cuda.get_device_capability(tensor.device) >= (9, 0)
+        INTERPRETED or torch.cuda.get_device_capability(tensor.device) >= (9, 0)
     ):
         return None
     table: Any = import_module("triton.tools.tensor_descriptor").TensorDescriptor
     return table(tensor, list(tensor.shape), list(tensor.stride()), block)
-
-
-def _on(tensor: Tensor) -> AbstractContextManager[Any]:
-    return nullcontext() if tensor.device.type == "cpu" else torch.cuda.device(tensor.device)

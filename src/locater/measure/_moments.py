@@ -70,8 +70,13 @@ class Moments:
         with torch.autocast(x.device.type, enabled=False):
             sums = (counts.sum(1), x.sum(1), by_feature.mT @ by_feature, by_position @ by_position.mT)
         if self._count is not None:  # sums are made anew: those of inference mode cannot be changed outside of it
-            sums = (self._count + sums[0], self._first + sums[1], self._features + sums[2], self._positions + sums[3])
-        self._count, self._first, self._features, self._positions = sums
+            so_far = (self._count, self._first, self._features, self._positions)
+            self._count, self._first, self._features, self._positions = (
+                old.to(new.device) + new
+                for old, new in zip(so_far, sums, strict=True)  # a model may have moved
+            )
+        else:
+            self._count, self._first, self._features, self._positions = sums
 
     def sequences(self, member: int = 0) -> int:
         return 0 if self._count is None else int(self._count[member])

@@ -7,13 +7,20 @@ import math
 import torch
 from torch import Tensor
 
-from locater.measure._calls import Call
+from locater._seam import Call
+from locater.measure import _calls
+from locater.measure.attention import AttentionStatistics
 
 __all__ = ["HeadTally", "TokenTally"]
 
 
 def _wide(x: Tensor) -> Tensor:
     return x.float() if x.device.type == "mps" else x.double()
+
+
+def _moved(total: Tensor, to: Tensor) -> Tensor:
+    """Sums so far, where the model is now."""
+    return total.to(to.device)
 
 
 class HeadTally:
@@ -36,11 +43,11 @@ class HeadTally:
         found = call.without_empty()
         if found is None:
             return
-        s = found.statistics()
+        s = self._statistics(found)
         counts = s.logsumexp != -math.inf  # a query that sees a key; what is not a number shows in the sums
         if found.real is not None:
             counts &= found.real[:, None]
-        keys = found.visible_keys().expand_as(counts)
+        keys = _calls.visible_keys(found).expand_as(counts)
         has_share = counts & (keys > 1)
         share = s.entropy / keys.clamp(min=2).log()
         old, members = self.queries is not None, (found.members, -1)
@@ -52,13 +59,17 @@ class HeadTally:
             ("_logsumexp", s.logsumexp, counts),
         ):
             total = torch.where(where, _wide(values), 0).sum(2).unflatten(0, members).sum(1).flatten()
-            setattr(self, name, getattr(self, name) + total if old else total)
+            setattr(self, name, _moved(getattr(self, name), total) + total if old else total)
         top = torch.where(counts, s.max_logit, -math.inf).amax(2).unflatten(0, members).amax(1).flatten()
-        self._max_logit = torch.maximum(self._max_logit, top) if old else top
+        self._max_logit = torch.maximum(_moved(self._max_logit, top), top) if old else top
         for query in queries:
-            z = found.signal_propagation(query).unflatten(0, members).transpose(0, 1).flatten(1, 2)  # (B, E·H, Tk)
+            z = _calls.signal_propagation(found, query).unflatten(0, members)
+            z = z.transpose(0, 1).flatten(1, 2)  # (B, E·H, Tk)
             self._inside[query] = _padded_sum(self._inside.get(query), z.nan_to_num(0).sum(0))
             self._seeing[query] = _padded_sum(self._seeing.get(query), (~z.isnan()).to(z.dtype).sum(0))
+
+    def _statistics(self, call: Call) -> AttentionStatistics:
+        return _calls.statistics(call)
 
     def columns(self) -> dict[str, Tensor]:
         """The table's, (H,) each."""
@@ -80,6 +91,7 @@ def _padded_sum(a: Tensor | None, b: Tensor) -> Tensor:
     """a + b (H, Tk), of which the one with fewer keys has nothing to add to the others."""
     if a is None:
         return b
+    a = _moved(a, b)
     a, b = (b, a) if a.shape[1] < b.shape[1] else (a, b)
     return a + torch.nn.functional.pad(b, (0, a.shape[1] - b.shape[1]))
 
@@ -117,7 +129,7 @@ class TokenTally:
             ]
         )
         sums = torch.where(counts, _wide(values), 0).unflatten(1, (members, -1)).sum(2)
-        self._sums = sums if self._sums is None else self._sums + sums
+        self._sums = sums if self._sums is None else _moved(self._sums, sums) + sums
 
     def columns(self, member: int = 0) -> dict[str, float] | None:
         if self._sums is None:

@@ -2,6 +2,7 @@
 
     log = AttentionLog(model, every=50, alarms=print)          # while it trains
     alarms_of(read_log("attention.jsonl"))                     # afterwards, by the same rule
+    alarms_between(before, now)                                # of two readings: by the thresholds alone
 
 Every attention module is watched by itself. An alarm is raised once, when it begins; it ends when its number is well on
 the good side again, and only then can it be raised anew.
@@ -26,7 +27,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ from locater.theory import entropy_lower_bound
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Alarm", "Alarms", "Thresholds", "alarms_of"]
+__all__ = ["Alarm", "Alarms", "Thresholds", "alarms_between", "alarms_of"]
 
 NEEDED = ("step", "module", "keys", "entropy_share", "max_logit", "rank_residual")
 
@@ -144,6 +145,24 @@ def alarms_of(log: pandas.DataFrame, thresholds: Thresholds | None = None) -> li
     return alarms.raised
 
 
+def alarms_between(
+    before: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str, Any]], thresholds: Thresholds | None = None
+) -> list[Alarm]:
+    """What has collapsed from one reading of a model to a later one, which are steps 0 and 1.
+
+    A reading is lines as a log has them, a module each. Nothing has to last and nothing counts as sudden, for nobody
+    looked in between.
+    """
+    at = replace(thresholds or Thresholds(), patience=1, rank_patience=1)
+    modules: dict[str, _Module] = {}
+    found = []
+    for step, rows in enumerate((before, now)):
+        for row in rows:
+            line = _Line.of(step, {**row, "step": step})
+            found += modules.setdefault(line.module, _Module(sudden=False)).update(line, at)
+    return [alarm for alarm in found if alarm.step == 1]
+
+
 # ---------------------------------------------------------------------- a line
 
 
@@ -222,9 +241,10 @@ class _Bell:
 
 
 class _Module:
-    """What is remembered of one attention module."""
+    """What is remembered of one attention module, and whether what is sudden counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, sudden: bool = True) -> None:
+        self._sudden = sudden
         self._logit, self._share, self._rank = _Past(), _Past(), _Past()
         self._logit_bell, self._entropy_bell, self._rank_bell = _Bell(), _Bell(), _Bell()
 
@@ -246,7 +266,7 @@ class _Module:
         began, when = past.first
         limit = max(at.logit, _GROWTH * began)
         excess = largest / limit
-        sudden = excess > _SUDDEN and largest > past.median / _SUDDEN
+        sudden = self._sudden and excess > _SUDDEN and largest > past.median / _SUDDEN
         if not bell.begins(line.step, excess > 1 or sudden, excess < _WELL, at.patience):
             return None
         head = line.logits.index(largest)
@@ -265,7 +285,7 @@ class _Module:
         finite = [logit for logit in line.logits if math.isfinite(logit)]
         low = _times(at.entropy * past.highest, line.share)
         large = max(finite, default=0.0) / (at.logit / 2)
-        sudden = low > _SUDDEN and line.share < past.median * _SUDDEN
+        sudden = self._sudden and low > _SUDDEN and line.share < past.median * _SUDDEN
         beyond = large > 1 and (low > 1 or sudden)
         if not bell.begins(line.step, beyond, min(low, large) < _WELL, at.patience):
             return None

@@ -4,17 +4,14 @@
         model(**batch)
     seen.table()
 
-The model's own attention function runs as ever; what it was given is measured beside it. Three ways lead there: Hugging
-Face models look their function up in a table, and the table's entry is replaced by one that calls the original and
-tells us; modules that call softmax or scaled_dot_product_attention themselves are overheard while they run; and
-nn.MultiheadAttention's forward tells us its arguments. The lab's stacks, which are no modules, tell by themselves.
+The model's own attention function runs as ever; what it was given is measured beside it. `locater._seam` tells of each
+call, whatever computes it; the lab's stacks, which are no modules, tell by themselves.
 """
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +20,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from locater._seam import (
+    HOW,
+    Heard,
+    Listener,
+    Stacked,
+    Tell,
+    has_compiled,
+    hidden_states,
+    in_backward,
+    listen,
+    of_multihead,
+    of_stack,
+    places,
+    plain_name,
+    tap,
+    untraced,
+)
 from locater.errors import LocaterError
-from locater.measure import _calls
-from locater.measure._compiling import HOW, has_compiled, plain_name, untraced
 from locater.measure._moments import Covariances
-from locater.measure._sites import Stacked, Tell, places
-from locater.measure._taps import Listener, tap
-from locater.measure._watch import Ears, Keep, Watch
+from locater.measure._watch import Keep, Watch
 
 if TYPE_CHECKING:
     import pandas
@@ -208,32 +218,18 @@ class Observation:
         if not isinstance(model, nn.TransformerEncoderLayer):
             undo.callback(model.register_forward_pre_hook(untraced(self._forward_begins), with_kwargs=True).remove)
             undo.callback(model.register_forward_hook(untraced(self._forward_ends), always_call=True).remove)
-        interface = {}
-        entered, overhear, overheard = (untraced(f) for f in (self._entered, self._overhear, self._overheard))
-        for watch in self._watches.values():
-            module = watch.place.module
-            if watch.place.way == "interface":
-                undo.callback(module.register_forward_pre_hook(entered, with_kwargs=True).remove)
-                for implementation, owner, name, function in watch.place.tables():  # a family's modules share them
-                    interface[id(owner), name] = implementation, owner, name, function
-            elif watch.place.way == "torch":
-                undo.callback(module.register_forward_pre_hook(overhear, with_kwargs=True).remove)
-                undo.callback(module.register_forward_hook(overheard, always_call=True).remove)
-        for implementation, owner, name, function in interface.values():
-            listener = Listener(self._wants, functools.partial(self._interface_called, implementation))
-            undo.callback(tap(owner, name, function, listener))
-        self._attach_to_multihead(undo)
-
-    def _attach_to_multihead(self, undo: ExitStack) -> None:
-        found = [watch.place for watch in self._watches.values() if watch.place.way == "multihead"]
-        kinds = dict.fromkeys(_forward_owner(type(place.module)) for place in found)
-        for kind in kinds:
-            listener = Listener(self._wants_multihead, self._multihead_called)
-            undo.callback(tap(kind, "forward", vars(kind)["forward"], listener))
-        if any(place.encoder_layer is not None for place in found):
-            kind = nn.TransformerEncoderLayer
-            listener = Listener(self._wants_encoder_layer, self._encoder_layer_called)
-            undo.callback(tap(kind, "forward", vars(kind)["forward"], listener))
+        entered, left = untraced(self._entered), untraced(self._left)
+        found = [watch.place for watch in self._watches.values()]
+        listen(found, Listener(self._wants, self._heard, changes=False), undo)
+        for place in found:
+            if place.way == "interface":
+                undo.callback(place.module.register_forward_pre_hook(entered, with_kwargs=True).remove)
+            elif place.way == "torch":
+                undo.callback(place.module.register_forward_hook(left, always_call=True).remove)
+            if place.encoder_layer is not None:
+                kind = nn.TransformerEncoderLayer
+                around = tap(kind, "forward", vars(kind)["forward"])
+                around.observe(place.encoder_layer, self._encoder_layer_called, undo)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Observation:
         """A copy of the model, made inside the block, is not observed; its hooks are idle."""
@@ -243,7 +239,7 @@ class Observation:
         del args
         if module is not self._model:
             return
-        if self._depth == 0 and not _in_backward():
+        if self._depth == 0 and not in_backward():
             self._measured = self._forwards % self._every == 0
             self._forwards += 1
             self._decoder_mask = kwargs.get("decoder_attention_mask")
@@ -263,13 +259,13 @@ class Observation:
             watch = self._listening.get(layer)
             if watch is not None:
                 watch.states = states.detach().flatten(0, 1)
-                watch.add([_calls.of_stack(q, k, scale, real)], self._queries)
+                watch.add([of_stack(q.detach(), k.detach(), scale, real)], self._queries)
 
         return tell if measured else None
 
     def _measures(self, watch: Watch) -> bool:
         """Whether this call of the module is one to measure; to be asked once a call."""
-        if _in_backward():
+        if in_backward():
             return False
         if self._depth:
             return self._measured
@@ -279,71 +275,54 @@ class Observation:
     def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         watch = self._listening.get(id(module))
         if watch is not None and (self._measured or not self._depth):
-            watch.states = _states(args, kwargs)
+            watch.states = _detached(hidden_states(args, kwargs))
 
-    def _wants(self, module: Any) -> bool:
-        watch = self._listening.get(id(module))
-        if watch is None or self._measures(watch):
-            return watch is not None
-        watch.states = None
-        return False
-
-    def _interface_called(self, implementation: str, arguments: Mapping[str, Any]) -> None:
-        watch = self._listening[id(arguments["module"])]
-        calls = _calls.of_interface(implementation, arguments, cross=watch.place.cross)
-        if watch.place.cross and self._depth:  # where the padding of queries does not show in the call
-            calls = [call.with_padding(self._decoder_mask) for call in calls]
-        watch.add(calls, self._queries)
-
-    def _wants_multihead(self, module: Any) -> bool:
+    def _wants(self, module: nn.Module) -> bool:
         watch = self._listening.get(id(module))
         if watch is None:
             return False
         watch.called = True
-        return self._measures(watch)
+        watch.awaited = self._measures(watch)
+        if not watch.awaited:
+            watch.states = None
+        return watch.awaited
 
-    def _multihead_called(self, arguments: Mapping[str, Any]) -> None:
-        self._add_multihead(self._listening[id(arguments["self"])], arguments)
+    def _heard(self, heard: Heard, result: Tensor) -> Tensor | None:
+        watch = self._listening[id(heard.module)]
+        if not _fits(heard):
+            return None
+        if heard.states is not None:
+            watch.states = heard.states.detach()
+        calls = [call.detached() for call in heard.calls]
+        if watch.place.cross and self._depth:  # where the padding of queries does not show in the call
+            calls = [call.with_padding(self._decoder_mask) for call in calls]
+        watch.awaited = False
+        watch.add(calls, self._queries)
+        return result
 
-    def _wants_encoder_layer(self, layer: Any) -> bool:
+    def _encoder_layer_called(self, layer: Any, named: Callable[[], Mapping[str, Any]], result: Any) -> None:
         """The fast path of torch's encoder layer computes all at once and never calls its attention."""
+        del result
         watch = self._listening.get(id(layer.self_attn))
         if watch is None:
-            return False
+            return
         called, watch.called = watch.called, False
-        return not called and self._measures(watch)
-
-    def _encoder_layer_called(self, arguments: Mapping[str, Any]) -> None:
-        layer = arguments["self"]
+        if called or not self._measures(watch):
+            return
+        arguments = named()
         with torch.no_grad():
             src = layer.norm1(arguments["src"]) if layer.norm_first else arguments["src"]
-        masks = {"attn_mask": arguments.get("src_mask"), "key_padding_mask": arguments.get("src_key_padding_mask")}
-        self._add_multihead(self._listening[id(layer.self_attn)], {"query": src, "key": src, **masks})
+            masks = {"attn_mask": arguments.get("src_mask"), "key_padding_mask": arguments.get("src_key_padding_mask")}
+            call, watch.states = of_multihead(layer.self_attn, {"query": src, "key": src, **masks})
+        watch.add([call.detached()], self._queries)
 
-    def _add_multihead(self, watch: Watch, arguments: Mapping[str, Any]) -> None:
-        assert isinstance(watch.place.module, nn.MultiheadAttention)
-        call, watch.states = _calls.of_multihead(watch.place.module, arguments)
-        watch.add([call], self._queries)
-
-    def _overhear(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _left(self, module: nn.Module, args: Any, result: Any) -> None:
+        del args
         watch = self._listening.get(id(module))
         if watch is None:
             return
-        ears = Ears(watch, self._queries) if self._measures(watch) else None
-        watch.ears.append(ears)
-        if ears is not None:
-            watch.states = _states(args, kwargs)
-            ears.__enter__()  # type: ignore[no-untyped-call]
-
-    def _overheard(self, module: nn.Module, args: Any, result: Any) -> None:
-        del args
-        watch = self._listening.get(id(module))
-        ears = watch.ears.pop() if watch is not None and watch.ears else None
-        if watch is None or ears is None:
-            return
-        ears.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        watch.states = None
-        if not ears.heard and result is not None:
+        unheard, watch.awaited, watch.states = watch.awaited, False, None
+        if unheard and result is not None:
             raise LocaterError(
                 f"{watch.place.name} ({type(module).__name__}) cannot be observed: it ran without a softmax over "
                 "(batch, heads, queries, keys) and without scaled_dot_product_attention; choose other layers=…"
@@ -352,8 +331,6 @@ class Observation:
     def _forget_calls(self) -> None:
         for watch in self._watches.values():
             watch.states = self._decoder_mask = None
-            while watch.ears:  # an interrupt ended the module's forward
-                self._overheard(watch.place.module, None, None)
         self._listening = {}  # code compiled meanwhile may keep the hooks
 
     def _warn_if_deaf(self) -> None:
@@ -369,16 +346,13 @@ class Observation:
             )
 
 
-def _forward_owner(kind: type) -> type:
-    """The class that a class has its forward from."""
-    return next(base for base in kind.__mro__ if "forward" in vars(base))
+def _fits(heard: Heard) -> bool:
+    """Whether logits can be those of the tokens that entered."""
+    states, logits = heard.states, heard.logits
+    if logits is None or states is None or states.ndim != 3:
+        return True
+    return (logits.shape[0], logits.shape[2]) == states.shape[:2]
 
 
-def _in_backward() -> bool:
-    """Gradient checkpointing runs forwards again in backward."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    first = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
-    return first.detach() if isinstance(first, Tensor) and first.is_floating_point() else None
+def _detached(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()

@@ -24,10 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from locater._seam import Call, Place
 from locater.errors import LocaterError
-from locater.measure._calls import Call
 from locater.measure._moments import Moments
-from locater.measure._sites import Place
 from locater.measure.observe import Observation
 from locater.models import Attention, attentions
 from locater.theory import TokenProcess, rho, rho_from_gaussian
@@ -73,7 +72,7 @@ def predict(
         kept.setdefault(place.name, _Kept(place.name, place.layer)).add(calls, states)
 
     seen = Observation(model, 1, layers, None, keep=keep)
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]  # parts may have one of their own
     model.eval()
     try:
         with ExitStack() as undo:
@@ -81,7 +80,8 @@ def predict(
             for batch in batches:
                 model(**batch) if isinstance(batch, Mapping) else model(batch)
     finally:
-        model.train(training)
+        for module, training in modes:
+            module.training = training
     if not kept:
         raise LocaterError("no sequence was run: the batches are empty")
     known = {attention.module: attention for attention in attentions(model)}

@@ -8,13 +8,13 @@ plotly's, named by their hashes: any other, wherever it came from, does not, and
 
 from __future__ import annotations
 
-import html
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from locater import __version__
-from locater._pages import UNPACK, inert, plotly, policy, put, script_hash
+from locater._pages import UNPACK, head, inert, put, script_hash
+from locater._plotly import plotly
 
 __all__ = ["SCRIPTS", "page"]
 
@@ -32,9 +32,7 @@ def page(title: str, sections: list[dict[str, Any]], passed: list[str]) -> str:
     return put(
         _file("page.html"),
         {
-            "POLICY": policy(script_hash(script), library_hash),
-            "TITLE": html.escape(title).encode("utf-8", "replace").decode(),
-            "STYLE": _file("page.css"),
+            "HEAD": head(title, _file("page.css"), [script_hash(script), library_hash]),
             "DATA": inert({"version": __version__, "title": title, "passed": passed, "sections": sections}),
             "LIBRARY": library,
             "SCRIPT": script,

@@ -31,7 +31,7 @@ function measurementSection(section) {
     el("div.pair", sides),
     section.rho ? rhoByLayer(section) : [],
     section.predicted ? predictedPart(section, chosen) : [],
-    alarmsPart(section.alarms, "None: no head stands out."),
+    alarmsPart(section.alarms, "None since the measurement it was compared with."),
     el("h3", "All heads"),
     headTable(section, shown, chosen, { column: 2 + Math.max(sorted, 0), down: false }),
   ].flat();

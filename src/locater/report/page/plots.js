@@ -50,6 +50,11 @@ function axis(title, more = {}) {
   };
 }
 
+/** An axis of layers counted from 0: no ticks between them. */
+function layerAxis(count, more = {}) {
+  return axis("layer", { tick0: 0, dtick: Math.max(1, Math.ceil(count / 12)), ...more });
+}
+
 const BARE = { showgrid: false, showline: false }; // an axis of a map
 const MARGIN = { l: 56, r: 12, t: 8, b: 42, autoexpand: false };
 const BESIDE_BAR = 62; // a colour bar, its numbers and its title

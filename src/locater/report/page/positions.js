@@ -102,7 +102,7 @@ function rhoByLayer(section) {
     ],
     layout: {
       xaxis: axis("key position", { showgrid: false }),
-      yaxis: axis("layer", { showgrid: false, autorange: "reversed", showline: false }),
+      yaxis: layerAxis(count, { showgrid: false, autorange: "reversed", showline: false }),
       margin: { r: BESIDE_BAR },
     },
   }));

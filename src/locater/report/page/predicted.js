@@ -98,7 +98,10 @@ function errorsByLayer(section) {
         ...laws.map((law) => line(by(law), LAWS[law], lawLine(law), "lines+markers")),
         line(alone, "counting alone", { color: theme().muted, width: 1.2, dash: "4px,3px" }, "lines"),
       ],
-      layout: { xaxis: axis("layer"), yaxis: axis("mean |predicted − measured|", { rangemode: "tozero" }) },
+      layout: {
+        xaxis: layerAxis(modules.length),
+        yaxis: axis("mean |predicted − measured|", { rangemode: "tozero" }),
+      },
     };
   });
 }

@@ -1,21 +1,18 @@
 # ruff: noqa: N803  # capitals are Triton's way to mark constants, and the legend's
-"""Triton kernels for training many small language models at once: the vocabulary products, AdamW, dropout.
+"""Exponentials of logits, and their products with the vocabulary's embeddings: the cross-entropy and its gradients.
 
 The cross-entropy is shifted by the target's logit, which a gather and a dot product give beforehand. With
 e_nv = exp(s_nv − s_t) the loss is log Σ_v e_nv, and the gradient of the logits is e_nv / Σ_v e_nv − [v = target]: there
 is no running maximum and no rescaling, and products with that gradient need no second look at the logits.
 
-Nothing is summed atomically: the same call gives the same bits. Other tiles may not: they are chosen from a table, not
-by a clock, unless `tune` is asked to.
+Other tiles may give other last bits: they are chosen from a table, not by a clock, unless `tune` is asked to.
 
-Legend: E stacked models, N tokens, V words, D width, P parameters of a model.
+Legend: E stacked models, N tokens, V words, D width.
 """
 
 from __future__ import annotations
 
-import math
-import os
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
@@ -24,46 +21,14 @@ from typing import Any, Literal, no_type_check, overload
 import torch
 from torch import Tensor
 
+from locater._triton import INTERPRETED, ceil, jit, on, tl, triton
 from locater.errors import LocaterError
 
-__all__ = [
-    "CAP",
-    "Tiles",
-    "adamw_",
-    "available",
-    "candidates",
-    "dropout",
-    "dropout_add",
-    "exp_logits",
-    "jit",
-    "kept",
-    "on",
-    "threshold_of",
-    "tune",
-    "weight_gradient",
-]
-
-triton: Any = None
-tl: Any = None
-with suppress(ImportError):  # optional: without it `available` says no
-    triton, tl = import_module("triton"), import_module("triton.language")
-jit: Any = (lambda function: function) if triton is None else triton.jit
+__all__ = ["CAP", "Tiles", "candidates", "exp_logits", "tune", "weight_gradient"]
 
 CAP = 75.0  # of a shifted logit: a sum of a million e^75 is still a float32
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _HALF = (torch.bfloat16, torch.float16)
-_FLOAT = (torch.float32, *_HALF)
-
-
-def available(tensor: Tensor) -> bool:
-    """Whether these kernels run where the tensor is; looks at no values."""
-    if triton is None or tensor.device.type != ("cpu" if _INTERPRETED else "cuda"):
-        return False
-    return _INTERPRETED or (torch.version.hip is None and torch.cuda.get_device_capability(tensor.device) >= (8, 0))
-
-
-# ---------------------------------------------------------------------- exponentials of logits, and their products
 
 
 @jit
@@ -290,9 +255,9 @@ def _exp(
 ) -> None:
     """Launches the kernel: shifts belong to the rows of a where their sums z are wanted, else to those of b."""
     (members, rows, width), columns = a.shape, b.shape[1]
-    blocks, block_d = _ceil(columns, tiles.columns), max(16, 1 << (width - 1).bit_length())
-    steps = _ceil(blocks, tiles.parts or blocks)
-    parts = _ceil(blocks, steps)
+    blocks, block_d = ceil(columns, tiles.columns), max(16, 1 << (width - 1).bit_length())
+    steps = ceil(blocks, tiles.parts or blocks)
+    parts = ceil(blocks, steps)
     # (E, parts, …): what the programs of a block of rows leave, summed in the end
     zs, ys = (None if t is None else _parts(t, parts) for t in (z, y))
     half = getattr(tl, str(a.dtype).removeprefix("torch."))
@@ -300,7 +265,7 @@ def _exp(
     if tiles.registers is not None:
         options["maxnreg"] = tiles.registers
     with on(a):
-        _exp_kernel[(_ceil(rows, tiles.rows) * parts * members,)](
+        _exp_kernel[(ceil(rows, tiles.rows) * parts * members,)](
             a, b, _descriptor(b, [1, tiles.columns, block_d]) if tiles.descriptors and block_d == width else None,
             shift.contiguous(), zs, ys,
             # what it stores ends at a multiple of 16 bytes
@@ -309,8 +274,8 @@ def _exp(
             rows, columns, *a.stride()[:2], *b.stride()[:2], *((0, 0, 0) if ys is None else ys.stride()[:3]),
             *((0, 0) if out is None else out.stride()[:2]), parts, steps,
             D=width, BLOCK_A=tiles.rows, BLOCK_B=tiles.columns, BLOCK_D=block_d, EDGE=columns % tiles.columns != 0,
-            FIRST=tl.float32 if _INTERPRETED else half,  # the interpreter would multiply the bits of bfloat16
-            SECOND=tl.float32 if _INTERPRETED else tl.bfloat16, STAGES=tiles.stages, **options,
+            FIRST=tl.float32 if INTERPRETED else half,  # the interpreter would multiply the bits of bfloat16
+            SECOND=tl.float32 if INTERPRETED else tl.bfloat16, STAGES=tiles.stages, **options,
         )  # fmt: skip
     if parts > 1:
         for total, some in ((z, zs), (y, ys)):
@@ -326,163 +291,8 @@ def _descriptor(tensor: Tensor, block: list[int]) -> Any:
     """For the tensor memory accelerator, or None where its addresses are not multiples of 16 bytes."""
     strides = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
     if any(address % 16 for address in (tensor.data_ptr(), *strides)) or not (
-        _INTERPRETED or torch.cuda.get_device_capability(tensor.device) >= (9, 0)
+        INTERPRETED or torch.cuda.get_device_capability(tensor.device) >= (9, 0)
     ):
         return None
     table: Any = import_module("triton.tools.tensor_descriptor").TensorDescriptor
     return table(tensor, list(tensor.shape), list(tensor.stride()), block)
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def on(tensor: Tensor) -> AbstractContextManager[Any]:
-    return nullcontext() if tensor.device.type == "cpu" else torch.cuda.device(tensor.device)
-
-
-# ---------------------------------------------------------------------- AdamW
-
-
-@jit
-@no_type_check
-def _correction(step, log_beta):
-    """1 − β^step, in float32 to its last bits: the series where the difference would cancel."""
-    u = step * log_beta
-    series = 1 + u / 6 * (1 + u / 7 * (1 + u / 8))
-    series = 1 + u / 2 * (1 + u / 3 * (1 + u / 4 * (1 + u / 5 * series)))
-    return tl.where(u > -0.5, -u * series, 1 - tl.exp(u))
-
-
-@jit
-@no_type_check
-def _adamw_kernel(
-    p, g, m, v, low, learning_rate, decay, step, active, grad_scale, P, g_e, log_beta1, log_beta2, beta2, rest1, rest2,
-    eps, BLOCK: tl.constexpr,
-):  # fmt: skip
-    e = tl.program_id(1)
-    if tl.load(active + e) != 0:
-        k, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), e.to(tl.int64) * P
-        mask = k < P
-        rate = tl.load(learning_rate + e).to(tl.float32)
-        count = tl.load(step + e).to(tl.float32)
-        size = rate / _correction(count, log_beta1)
-        root = 1 / tl.sqrt(_correction(count, log_beta2))
-        gradient = tl.load(g + e.to(tl.int64) * g_e + k, mask=mask, other=0.0).to(tl.float32)
-        if grad_scale is not None:
-            gradient *= tl.load(grad_scale + e).to(tl.float32)
-        first = tl.load(m + row + k, mask=mask, other=0.0)
-        second = tl.load(v + row + k, mask=mask, other=0.0)
-        value = tl.load(p + row + k, mask=mask, other=0.0)
-        first += rest1 * (gradient - first)
-        second = beta2 * second + rest2 * gradient * gradient
-        value *= 1 - rate * tl.load(decay + e).to(tl.float32)
-        value -= size * (first / (tl.sqrt(second) * root + eps))
-        tl.store(m + row + k, first, mask=mask)
-        tl.store(v + row + k, second, mask=mask)
-        tl.store(p + row + k, value, mask=mask)
-        if low is not None:
-            tl.store(low + row + k, value.to(low.dtype.element_ty), mask=mask)
-
-
-@torch.no_grad()
-def adamw_(
-    p: Tensor,
-    g: Tensor,
-    m: Tensor,
-    v: Tensor,
-    low: Tensor | None,
-    *,
-    learning_rate: Tensor,
-    decay: Tensor,
-    step: Tensor,
-    active: Tensor,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    grad_scale: Tensor | None = None,
-) -> None:
-    """One update as `torch.optim.AdamW` makes it, of each member whose `active` is not 0; nothing of others changes.
-
-    p, m, v (E, P) in float32, contiguous; g (E, P); `low`, if given, receives p in its own precision. All others are
-    (E,) on the same device: `step` counts this update too, and the gradient is multiplied by `grad_scale`.
-    P should be a multiple of 16, else rows start anywhere and are read 4 bytes at a time.
-    """
-    members, count = p.shape
-    for name, tensor in (("p", p), ("m", m), ("v", v), ("low", p if low is None else low)):
-        if tensor.shape != p.shape or not tensor.is_contiguous():
-            raise LocaterError(f"{name} must be contiguous and {tuple(p.shape)} as p, got {tuple(tensor.shape)}")
-    if any(tensor.dtype != torch.float32 for tensor in (p, m, v)):
-        raise LocaterError(f"p, m and v must be float32, got {p.dtype}, {m.dtype} and {v.dtype}")
-    if g.shape != p.shape or g.stride(1) != 1:
-        raise LocaterError(f"g must be {tuple(p.shape)} as p with contiguous rows, got {tuple(g.shape)}")
-    given = {"learning_rate": learning_rate, "decay": decay, "step": step, "active": active, "grad_scale": grad_scale}
-    for name, value in given.items():
-        if value is not None and (value.shape != (members,) or not value.is_contiguous() or value.device != p.device):
-            raise LocaterError(f"{name} must be ({members},) on {p.device}, got {tuple(value.shape)} on {value.device}")
-    if active.dtype == torch.bool:
-        active = active.view(torch.uint8)
-    numbers = (*(math.log(beta) for beta in betas), betas[1], 1 - betas[0], 1 - betas[1], eps)
-    block = 1024  # 8 elements a thread
-    with on(p):
-        _adamw_kernel[(_ceil(count, block), members)](
-            p, g, m, v, low, learning_rate, decay, step, active, grad_scale, count, g.stride(0), *numbers,
-            BLOCK=block, num_warps=4,
-        )  # fmt: skip
-
-
-# ---------------------------------------------------------------------- dropout
-
-
-@jit
-@no_type_check
-def kept(k, key, threshold):
-    """Whether element k stays: the bits that `_random.dropout_bits` defines are at least the threshold."""
-    whole = key.to(tl.int64)
-    bits = (k.to(tl.uint32) * 0x9E3779B9) ^ whole.to(tl.uint32)
-    bits = ((bits ^ (bits >> 16)) * 0xED5AD4BB) ^ (whole >> 32).to(tl.uint32)
-    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
-    bits = (bits ^ (bits >> 15)) * 0x846CA68B
-    return (bits ^ (bits >> 16)).to(tl.int32, bitcast=True) >= threshold
-
-
-def threshold_of(rate: float) -> int:
-    """Of signed 32-bit integers, a share of `rate` lies below it."""
-    return min(round(rate * 2**32) - 2**31, 2**31 - 1)
-
-
-@jit
-@no_type_check
-def _dropout_kernel(x, residual, key, y, M, threshold, scale, BLOCK: tl.constexpr):
-    """y = residual + x · scale where x stays."""
-    e = tl.program_id(1)
-    k, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), e.to(tl.int64) * M
-    value = tl.load(x + row + k, mask=k < M, other=0.0).to(tl.float32) * scale
-    value = tl.where(kept(k, tl.load(key + e), threshold), value, 0.0)
-    if residual is not None:
-        value += tl.load(residual + row + k, mask=k < M, other=0.0).to(tl.float32)
-    tl.store(y + row + k, value.to(y.dtype.element_ty), mask=k < M)
-
-
-def dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:
-    """`_random.dropout` in one pass, without its gradient: x (E, …) contiguous, key (E,)."""
-    return _dropout(x, None, key, rate)
-
-
-def dropout_add(x: Tensor, residual: Tensor, key: Tensor, rate: float) -> Tensor:
-    """residual + dropout(x), in the residual's precision."""
-    return _dropout(x, residual, key, rate)
-
-
-def _dropout(x: Tensor, residual: Tensor | None, key: Tensor, rate: float) -> Tensor:
-    if key.shape != x.shape[:1] or key.dtype not in (torch.int64, torch.int32) or not key.is_contiguous():
-        raise LocaterError(f"key must be ({x.shape[0]},) in int64, got {tuple(key.shape)} in {key.dtype}")
-    for tensor in (x, x if residual is None else residual):
-        if tensor.shape != x.shape or not tensor.is_contiguous() or tensor.dtype not in _FLOAT:
-            raise LocaterError(f"x and residual must be contiguous, in 32 bits or 16, and of one shape: {x.shape}")
-    y = torch.empty_like(x if residual is None else residual)
-    count, block = x[0].numel(), 2048
-    with on(x):
-        _dropout_kernel[(_ceil(count, block), x.shape[0])](
-            x, residual, key, y, count, threshold_of(rate), 1 / (1 - rate), BLOCK=block, num_warps=4
-        )
-    return y

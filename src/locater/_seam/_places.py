@@ -1,4 +1,4 @@
-"""Finding the attention modules of a model, and the way each can be observed."""
+"""Finding the attention modules of a model, and the way each can be listened to."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from locater._seam._compiling import HOW, compiled_parts, plain_name
 from locater.errors import LocaterError
-from locater.measure._compiling import HOW, compiled_parts, plain_name
 from locater.models import attentions
 from locater.models.families import generic
 from locater.models.registry import family
 
-__all__ = ["Place", "Stacked", "Tell", "places"]
+__all__ = ["Place", "Stacked", "Tell", "implementation_of", "interface_place", "places", "reads_attribute"]
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 HEARD = {"softmax", "Softmax", "scaled_dot_product_attention"}
@@ -54,7 +54,7 @@ class Stacked(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """An attention module of the model, and how it can be observed."""
+    """An attention module of the model, and how it can be listened to."""
 
     name: str
     module: Any  # an nn.Module; of a stack, the stack
@@ -69,8 +69,13 @@ class Place:
     def cross(self) -> bool:
         return self.kind == "cross"
 
-    def tables(self) -> Iterator[tuple[str, Any, str, Callable[..., Any]]]:
-        """Where an "interface" module finds its functions: implementation, owner, name in it, function."""
+    def functions(self) -> Iterator[tuple[str, Any, str, Callable[..., Any]]]:
+        """Those that compute its attention and can be replaced: implementation, owner, name in it, function."""
+        if self.way == "multihead":
+            kind = next(base for base in type(self.module).__mro__ if "forward" in vars(base))
+            yield "multihead", kind, "forward", vars(kind)["forward"]
+        if self.way != "interface":
+            return
         function = _forward(self.module)
         assert function is not None
         scope = function.__globals__
@@ -100,7 +105,7 @@ def places(model: nn.Module | Stacked, layers: Sequence[int] | None = None) -> l
         if isinstance(module, nn.MultiheadAttention):
             ways[name] = module, "multihead"
         elif _uses_interface(module):
-            by_hand = getattr(module, "reorder_and_upcast_attn", False) and _implementation(module) == "eager"
+            by_hand = getattr(module, "reorder_and_upcast_attn", False) and implementation_of(module) == "eager"
             ways[name] = module, "torch" if by_hand else "interface"
         elif _looks_like_attention(module):
             ways[name] = module, "torch"
@@ -157,6 +162,17 @@ def _uses_interface(module: nn.Module) -> bool:
     return function is not None and TABLE in function.__code__.co_names and TABLE in function.__globals__
 
 
+def interface_place(name: str, module: nn.Module) -> Place | None:
+    """The place of a module that looks its function up in the table, whether or not it can be listened to."""
+    return Place(name, module, 0, "self", "interface") if _uses_interface(module) else None
+
+
+def reads_attribute(module: nn.Module, attribute: str) -> bool:
+    """Whether the module's forward reads one of its attributes."""
+    function = _forward(module)
+    return function is not None and attribute in function.__code__.co_names
+
+
 def _looks_like_attention(module: nn.Module) -> bool:
     if family(module=module) is not None or generic.looks_like_attention(module):
         return True
@@ -178,7 +194,8 @@ def _called(module: nn.Module) -> set[str]:
     return names
 
 
-def _implementation(module: nn.Module) -> str:
+def implementation_of(module: nn.Module) -> str:
+    """The name of the attention function that a Hugging Face module is to use."""
     return str(getattr(getattr(module, "config", None), "_attn_implementation", None) or "eager")
 
 
@@ -194,7 +211,7 @@ def _check(place: Place, *, is_compiled: bool) -> None:
 def _why_not_interface(module: nn.Module) -> str | None:
     if isinstance(getattr(module, "sinks", None), nn.Parameter):
         return "it has attention sinks, logits that belong to no key; layers without them can be, chosen with layers=…"
-    used = _implementation(module)
+    used = implementation_of(module)
     if used in ("eager", "flex_attention") or "sdpa" in used or ("flash" in used and not used.startswith("paged|")):
         return None
     return f'how {used!r} reads its mask is not known; model.set_attn_implementation("sdpa"), or "eager", would do'

@@ -1,0 +1,325 @@
+"""What an attention call computes, read off its arguments: queries, keys, and which of them see which.
+
+Legend: B batch, H query heads, G key heads, Tq queries, Tk keys, K head width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from locater.errors import LocaterError
+
+__all__ = ["Call", "of_interface", "of_logits", "of_multihead", "of_sdpa", "of_softmax", "of_stack", "visible"]
+
+
+_TOGETHER = 1 << 23  # numbers of a mask that are looked at at a time
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention call. Which keys are seen is told by `bias` alone where it is given, else by the other three."""
+
+    q: Tensor  # (B, H, Tq, K), with its graph, as k
+    k: Tensor  # (B, G, Tk, K)
+    scale: float | None = None
+    softcap: float | None = None
+    causal: bool = False
+    window: int | None = None
+    key_mask: Tensor | None = None  # (B, Tk)
+    bias: Tensor | None = None  # (B or 1, H or 1, Tq or 1, Tk), boolean or added, without its graph
+    real: Tensor | None = None  # (B, Tq): False where the query is padding
+    tokens: slice | None = None  # of all of a forward's, where those of several sequences are packed into one
+    members: int = 1  # models that the sequences belong to, as many to each, one model's after the other's
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, H, Tq, Tk."""
+        (b, h, tq, _), tk = self.q.shape, self.k.shape[2]
+        return b, h, tq, tk
+
+    def options(self) -> dict[str, Any]:
+        """What makes logits of q and k: keywords of `measure.attention_statistics`."""
+        names = ("causal", "scale", "key_mask", "window", "softcap", "bias")
+        return {name: getattr(self, name) for name in names}
+
+    def detached(self) -> Call:
+        return replace(self, q=self.q.detach(), k=self.k.detach())
+
+    def without_empty(self) -> Call | None:
+        """Without the sequences that are nothing but padding; of several members all stay, for each to have as many."""
+        if self.real is None or self.members > 1:
+            return self
+        kept = self.real.any(1)
+        if kept.all():
+            return self
+        if not kept.any():
+            return None
+        bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[kept]
+        mask = None if self.key_mask is None else self.key_mask[kept]
+        return replace(self, q=self.q[kept], k=self.k[kept], bias=bias, key_mask=mask, real=self.real[kept])
+
+    def with_padding(self, mask: Tensor | None) -> Call:
+        """With the queries left out that are False, or 0, at the end of `mask` (B, Tq or more)."""
+        b, _, tq, _ = self.sizes
+        if mask is None or mask.ndim != 2 or len(mask) != b or mask.shape[1] < tq:
+            return self
+        tokens = mask[:, mask.shape[1] - tq :].to(self.q.device).bool()
+        return replace(self, real=tokens if self.real is None else tokens & self.real)
+
+
+def visible(mask: Tensor) -> Tensor:
+    """Where a mask, boolean or added, lets a query see a key: as `attention_statistics` has it."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+# ---------------------------------------------------------------------- the calls of libraries
+
+
+def of_interface(implementation: str, arguments: Mapping[str, Any], *, cross: bool) -> list[Call]:
+    """A call of one of Hugging Face's attention functions; several where sequences are packed into one."""
+    module, q, k = arguments["module"], arguments["query"], arguments["key"]
+    mask, added = arguments.get("attention_mask"), arguments.get("position_bias")
+    if arguments.get("s_aux") is not None:
+        raise LocaterError(f"{type(module).__name__} has attention sinks, logits without a key; they are not measured")
+    if type(arguments.get("cache")).__name__ == "PagedAttentionCache" or arguments.get("block_table") is not None:
+        raise LocaterError(f"{type(module).__name__} ran with a paged cache, whose keys are out of sight; use another")
+    call = Call(q, k, arguments.get("scaling"), arguments.get("softcap"))
+    window, causal = arguments.get("sliding_window"), arguments.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    if implementation == "flex_attention":  # its mask says all
+        return [_masked(call, _of_blocks(mask, call), added=added, cross=cross, window=window)]
+    if "flash" in implementation:
+        return _flash(replace(call, causal=bool(causal) and q.shape[2] > 1, window=window), arguments)
+    if implementation != "eager" and mask is None and causal and q.shape[2] > 1:
+        return [_top_left_causal(call, added)]
+    return [_masked(call, mask, added=added, cross=cross, window=window)]
+
+
+def of_sdpa(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """A call of torch's scaled_dot_product_attention."""
+    arguments = _SDPA.bind(*args, **kwargs).arguments
+    q, k, mask = arguments["query"], arguments["key"], arguments.get("attn_mask")
+    if q.ndim not in (2, 3, 4):
+        raise LocaterError(
+            f"{type(module).__name__} hands queries of shape {tuple(q.shape)} to scaled_dot_product_attention; which "
+            "of the sizes is that of the heads is not known, and (batch, heads, tokens, width) would do"
+        )
+    if q.ndim == 2:
+        q, k = q[None], k[None]
+    if q.ndim == 3:
+        q, k = q[:, None], k[:, None]
+        mask = mask[:, None] if mask is not None and mask.ndim == 3 else mask
+    call = Call(q, k, arguments.get("scale"))
+    return _top_left_causal(call, None) if arguments.get("is_causal") else _masked(call, mask)
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> None: ...
+
+
+_SDPA = inspect.signature(_sdpa)  # torch's own, a builtin's, is not to be had
+
+
+def of_softmax(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], *, batch: int | None, cross: bool
+) -> tuple[Call, Tensor] | None:
+    """A call of torch's softmax, and the logits (B, H, Tq, Tk) with their graph, if that is what they can be.
+
+    `batch`: of the hidden states, where it is known; it tells B and H of (B·H, Tq, Tk).
+    """
+    x: Tensor = args[0] if args else kwargs["input"]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if dim not in (-1, x.ndim - 1) or x.ndim not in (3, 4):
+        return None
+    if x.ndim == 3:
+        if batch is None or len(x) % batch:
+            return None
+        x = x.unflatten(0, (batch, -1))
+    return (of_logits(x, cross=cross), x) if cross or x.shape[2] <= x.shape[3] else None
+
+
+def of_logits(logits: Tensor, *, cross: bool) -> Call:
+    """Logits (B, H, Tq, Tk) that a model has computed itself."""
+    logits = logits.detach()
+    # masks of the lowest number may have been scaled with the logits
+    logits = logits.masked_fill(logits < max(-1e30, torch.finfo(logits.dtype).min / 2), -torch.inf)
+    b, h, tq, tk = logits.shape
+    q, k = logits.new_zeros(b, h, tq, 1), logits.new_zeros(b, 1, tk, 1)
+    return Call(q, k, 1.0, bias=logits, real=_real_queries(visible(logits), b, cross=cross))
+
+
+def of_stack(q: Tensor, k: Tensor, scale: float, real: Tensor) -> Call:
+    """Causal attention of the members of a stack: q and k (E, B, H, T, ·), real (E, B, T)."""
+    q, k, together = (x.flatten(0, 1) for x in (q, k, real))
+    return Call(q, k, scale, causal=True, real=together, members=len(real))
+
+
+def of_multihead(module: nn.MultiheadAttention, arguments: Mapping[str, Any]) -> tuple[Call, Tensor]:
+    """A call of torch's own module, and the states (B, Tq, D) its queries are made of."""
+    query, key = arguments["query"], arguments["key"]
+    cross = query is not key
+    padding, mask = arguments.get("key_padding_mask"), arguments.get("attn_mask")
+    if query.is_nested:
+        lengths = torch.tensor([len(one) for one in key.unbind()], device=key.device)
+        query, key = (torch.nested.to_padded_tensor(one, 0.0) for one in (query, key))
+        padding = torch.arange(key.shape[1], device=key.device) >= lengths[:, None]
+    elif query.ndim == 2:
+        query, key, padding = query[None], key[None], None if padding is None else padding[None]
+    elif not module.batch_first:
+        query, key = query.transpose(0, 1), key.transpose(0, 1)
+    d, h = module.embed_dim, module.num_heads
+    if module.in_proj_weight is not None:
+        w_q, w_k = module.in_proj_weight[:d], module.in_proj_weight[d : 2 * d]
+    else:
+        w_q, w_k = module.q_proj_weight, module.k_proj_weight
+    b_q, b_k = (None, None) if module.in_proj_bias is None else module.in_proj_bias[: 2 * d].split(d)
+    q = functional.linear(query, w_q, b_q).unflatten(-1, (h, -1)).transpose(1, 2)
+    k = functional.linear(key, w_k, b_k).unflatten(-1, (h, -1)).transpose(1, 2)
+    if mask is not None and mask.ndim == 3:
+        mask = mask.view(-1, h, *mask.shape[1:])
+    both = _both(_additive(mask, q.dtype), _additive(None if padding is None else padding[:, None, None], q.dtype))
+    return _masked(Call(q, k), both, cross=cross), query
+
+
+# ---------------------------------------------------------------------- masks
+
+
+def _additive(hidden: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """torch.nn.MultiheadAttention's masks: True where hidden, or added already."""
+    if hidden is None or hidden.dtype != torch.bool:
+        return hidden
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
+
+def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one if other is None else one + other
+
+
+def _of_blocks(mask: Any, call: Call) -> Tensor | None:
+    """FlexAttention's mask, a function of places, as booleans (B or 1, H or 1, Tq, Tk); a tensor, added, stays one."""
+    if mask is None or isinstance(mask, Tensor):
+        return mask
+    from torch.nn.attention.flex_attention import create_mask
+
+    (b, h, *_), (_, _, tq, tk) = mask.shape, call.sizes
+    return create_mask(mask.mask_mod, b, h, tq, tk, device=str(call.q.device))
+
+
+def _top_left_causal(call: Call, added: Tensor | None) -> Call:
+    """torch's causal flag: query i sees keys 0 to i, whatever the lengths."""
+    _, _, tq, tk = call.sizes
+    call = replace(call, k=call.k[:, :, :tq])
+    if added is None and tq <= tk:
+        return replace(call, causal=True)
+    seen = torch.ones(tq, min(tq, tk), dtype=torch.bool, device=call.q.device).tril()
+    return _masked(call, seen, added=None if added is None else added[..., :tq])
+
+
+def _flash(call: Call, arguments: Mapping[str, Any]) -> list[Call]:
+    """Flash attention's: padding as (B, Tk), causal aligned to the last key, sequences packed into one or not."""
+    mask: Tensor | None = arguments.get("attention_mask")
+    if mask is not None:
+        call = replace(call, k=call.k[:, :, : mask.shape[1]])
+        _, _, tq, tk = call.sizes
+        keys = mask[:, mask.shape[1] - tk :].bool()
+        return [replace(call, key_mask=keys, real=keys[:, tk - tq :] if tq <= tk else None)]
+    starts, positions = arguments.get("cu_seq_lens_q"), arguments.get("position_ids")
+    key_starts = arguments.get("cu_seq_lens_k")
+    if starts is None and positions is not None and len(call.q) == 1 and call.q.shape[2] > 1:
+        zeros = (positions.flatten() == positions.min()).nonzero()[:, 0].tolist()
+        starts = [*zeros, positions.numel()] if len(zeros) > 1 else None
+        key_starts = starts
+    if starts is None or key_starts is None:
+        return [call]
+    # flattened: a sequence after the other
+    q, k = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (call.q, call.k))
+    bounds, key_bounds = (x.tolist() if isinstance(x, Tensor) else x for x in (starts, key_starts))
+    return [
+        replace(call, q=q[:, :, a:b], k=k[:, :, c:d], tokens=slice(a, b))
+        for a, b, c, d in zip(bounds, bounds[1:], key_bounds, key_bounds[1:], strict=False)
+        if b > a and d > c
+    ]
+
+
+def _masked(
+    call: Call, mask: Tensor | None, *, added: Tensor | None = None, cross: bool = False, window: int | None = None
+) -> Call:
+    """The call with a mask, boolean (True is seen) or added, and what a model adds besides (T5's bias)."""
+    if mask is None:
+        return call if added is None else replace(call, bias=added.detach())
+    b, _, tq, tk = call.sizes
+    mask = mask.detach()[..., :tk]
+    mask = mask[(None,) * (4 - mask.ndim)]
+    seen = visible(mask).expand(-1, -1, tq, -1)
+    real = _real_queries(seen, b, cross=cross)
+    if added is not None:
+        total = added.detach() + (torch.zeros((), device=mask.device) if mask.dtype == torch.bool else mask)
+        return replace(call, bias=total.masked_fill(~visible(mask), -torch.inf), real=real)
+    plain = _plain(call, mask, seen, real, window)
+    return replace(call, bias=mask.expand(-1, -1, tq, -1), real=real) if plain is None else plain
+
+
+def _plain(call: Call, mask: Tensor, seen: Tensor, real: Tensor, window: int | None) -> Call | None:
+    """The call without its mask, if that says no more than causal, window and padding do: those need no T × T."""
+    b, _, tq, tk = call.sizes
+    if seen.shape[1] != 1 or tq > tk:
+        return None
+    # some rows at a time: the mask may be the largest thing there is, and what is made of it several times larger
+    step = max(1, _TOGETHER // (b * tk))
+    blocks = [slice(start, min(start + step, tq)) for start in range(0, tq, step)]
+    seen, column = seen[:, 0], torch.arange(tk, device=mask.device, dtype=torch.int32)
+    keys = torch.zeros(b, tk, dtype=torch.bool, device=mask.device)
+    for rows in blocks:
+        added = mask if mask.shape[2] == 1 else mask[:, :, rows]
+        if mask.dtype != torch.bool and not ((added == 0) | ~visible(added)).all():
+            return None
+        keys |= (seen[:, rows] & real[:, rows, None]).any(1)
+
+    def says(rows: slice, size: int | None, causal: bool) -> bool:
+        """Whether the mask hides from these queries what is padding, too far, or to come, and nothing else."""
+        distance = column - column[tk - tq :][rows, None]
+        expected = torch.ones_like(distance, dtype=torch.bool) if size is None else distance.abs() < size
+        expected = expected & (distance <= 0) if causal else expected
+        return not bool(((seen[:, rows] != expected & keys[:, None]) & real[:, rows, None]).any())
+
+    for size in (None, window)[: 1 if window is None else 2]:
+        for causal in (True, False):
+            if all(says(rows, size, causal) for rows in blocks):
+                return replace(call, causal=causal, window=size, key_mask=None if keys.all() else keys, real=real)
+    return None
+
+
+def _real_queries(seen: Tensor, batch: int, *, cross: bool) -> Tensor:
+    """(B, Tq): the queries that are no padding, from who sees whom (B or 1, H or 1, Tq, Tk).
+
+    A token of self-attention sees itself, padding is seen by nobody. In cross-attention a query's own padding does not
+    show; there, and where no query sees itself, those count that see anything.
+    """
+    seen = seen.any(1)  # (B, Tq, Tk)
+    tq, tk = seen.shape[1:]
+    rows = seen.any(-1)
+    if cross or tq > tk:
+        return rows.expand(batch, tq)
+    place = torch.arange(tq, device=seen.device)
+    if tq < tk:  # a cache, perhaps with room left: the last key in sight is the last query's own
+        last = (tk - 1 - seen.flip(-1).byte().argmax(-1)).masked_fill(~rows, 0)
+        place = (place + last.amax() - (tq - 1)).clamp(min=0)
+    own = torch.take_along_dim(seen, place[None, :, None], 2)[..., 0]
+    return torch.where(own.any(), own, rows).expand(batch, tq)

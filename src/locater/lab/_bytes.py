@@ -1,0 +1,35 @@
+"""Files as streams of bytes: read whole, and cut into what is trained on and what is held out."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from locater.errors import LocaterError
+
+__all__ = ["Bytes", "cut", "read_bytes"]
+
+Bytes = NDArray[np.uint8]
+
+
+def read_bytes(path: Path) -> Bytes:
+    """All of a file, of a .gz what is in it."""
+    try:
+        raw = path.read_bytes()
+        raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise LocaterError(f"cannot read {path}: {error}") from error
+    if len(raw) < 20:
+        raise LocaterError(f"{path} holds {len(raw)} bytes, too few for a text")
+    return np.frombuffer(raw, dtype=np.uint8)
+
+
+def cut(whole: Bytes) -> tuple[Bytes, Bytes, Bytes]:
+    """Nine tenths to train on, then a twentieth and a twentieth."""
+    twentieth = len(whole) // 20
+    valid, test = np.array_split(whole[len(whole) - 2 * twentieth :], 2)
+    return whole[: len(whole) - 2 * twentieth], valid, test
