@@ -33,6 +33,10 @@ def arena_command(
     contenders: Annotated[
         str | None, typer.Option(metavar="A,B", help="Only these, as `locater arena --list` names them.")
     ] = None,
+    rates: Annotated[
+        str | None, typer.Option("--rates", metavar="X,Y", help="These learning rates instead of the arena's.")
+    ] = None,
+    untuned: Annotated[bool, typer.Option("--untuned", help="The default strengths alone.")] = False,
     steps: StepsOption = None,
     device: DeviceOption = None,
     listed: Annotated[bool, typer.Option("--list", help="Say what there is, and train nothing.")] = False,
@@ -53,11 +57,16 @@ def arena_command(
     changes = {key: value for key, value in {"data": data, "steps": steps}.items() if value is not None}
     arena = replace(arena, config=arena.config.changed(**changes))
     if contenders is not None:
-        arena = replace(arena, contenders=tuple(word.strip() for word in contenders.split(",") if word.strip()))
+        words = dict.fromkeys(word.strip() for word in contenders.split(",") if word.strip())
+        arena = replace(arena, contenders=tuple(words))
+    if rates is not None:
+        arena = replace(arena, learning_rates=_rates(rates))
+    if untuned:
+        arena = replace(arena, tuned=False)
     folder = out or Path("runs") / f"arena-{name}"
     with watching() as watch:
         run_arena(arena, folder, device=device, watch=watch)
-    models = read_arena(folder)
+    models = read_arena(folder, arena.contenders)
     tables = {which: summary(models, which) for which in (("default", "best") if arena.tuned else ("default",))}
     pictures = draw_arena(models, arena.about, arena.config.unit, folder)
     if json_file is not None:
@@ -72,33 +81,49 @@ def arena_command(
             print(path)
 
 
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        found = sorted({float(word) for word in text.split(",") if word.strip()})
+    except ValueError:
+        found = []
+    if not found or not all(0 < rate < math.inf for rate in found):
+        raise LocaterError(f"--rates takes positive numbers with commas between them, got {text!r:.80}")
+    return tuple(found)
+
+
 def _numbers(contender: Any) -> str:
     return ", ".join(f"{strength:g}" for strength in contender.strengths) if any(contender.strengths) else ""
 
 
 def _for_people(table: pd.DataFrame, bits: bool) -> list[dict[str, Any]]:
     per, unit = (math.log(2), "bits a byte") if bits else (1.0, "nats a word")
-    rows = []
-    for row in _plain(table):
-        memory = row["bytes"]
-        rows.append(
-            {
-                "": row["label"],
-                "strength": row["strength"] or "",
-                f"loss, {unit}": row["loss"] / per,
-                "at rate": row["best_rate"],
-                "area": row["area"] / per,
-                "trains to": row["trains_to"] or "none",
-                "holds to": row["holds_to"] or "none",
-                "max logit": row["max_logit"] or "",
-                "lowest entropy": row["entropy"] or "",
-                "rank residual": row["rank_residual"],
-                "ms a step": row["milliseconds"],
-                **({"MB": memory / 1e6} if memory is not None else {}),
-                "at inference": row["at_inference"],
-            }
-        )
+    rows = [
+        {
+            "": row["label"],
+            "strength": row["strength"] or "",  # 0 is no protection's, which has none
+            f"loss, {unit}": _cell(row["loss"] / per),
+            "at rate": _cell(row["best_rate"]),
+            "area": _cell(row["area"] / per),
+            "trains to": _cell(row["trains_to"]),
+            "holds to": _cell(row["holds_to"]),
+            "max logit": _cell(row["max_logit"]),
+            "lowest entropy": _cell(row["entropy"]),
+            "rank residual": _cell(row["rank_residual"]),
+            "ms a step": _cell(row["milliseconds"]),
+            "× none": _cell(row["relative"]),
+            "MB": _cell(row["bytes"] / 1e6),
+            "at inference": row["at_inference"],
+        }
+        for row in table.to_dict("records")
+    ]
+    if table.bytes.isna().all():  # no GPU
+        for row in rows:
+            del row["MB"]
     return rows
+
+
+def _cell(value: float) -> float | str:
+    return "none" if math.isnan(value) else "∞" if math.isinf(value) else value
 
 
 def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
 from locater.cli import app
 from locater.errors import LocaterError
+from locater.figures import draw_arena
+from locater.figures._arena import against_rate
 from locater.lab.arena import ARENAS, CONTENDERS, read_arena, run_arena, summary
 from locater.lab.config import METHOD_NAMES
 
@@ -60,10 +64,85 @@ def test_contenders_start_from_the_same_weights_and_read_the_same_text(folder):
         assert losses == pytest.approx(first["none"], rel=1e-6)
 
 
-def test_an_arena_that_is_there_is_not_trained_again(folder):
-    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/*/metrics.jsonl")}
+def test_an_arena_that_is_there_is_neither_trained_nor_timed_again(folder):
+    def written():
+        return {path: path.stat().st_mtime_ns for path in (*folder.glob("*/*/metrics.jsonl"), folder / "cost.json")}
+
+    before = written()
     run_arena(replace(SMALL, contenders=("none",)), folder, device="cpu")
-    assert {path: path.stat().st_mtime_ns for path in folder.glob("*/*/metrics.jsonl")} == before
+    assert written() == before
+    assert (read_arena(folder).milliseconds > 0).all()
+
+
+def test_what_was_cut_off_is_trained_anew_and_what_was_finished_is_not(folder, tmp_path):
+    arena = replace(SMALL, contenders=("none", "qk-clip"))
+
+    def interrupt(group, progress):
+        if group.startswith("qk-clip") and progress.step == 0:  # its first records are on disk
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_arena(arena, tmp_path, device="cpu", watch=interrupt)
+    finished = tmp_path / "none" / "group-00" / "metrics.jsonl"
+    before = finished.stat().st_mtime_ns, (tmp_path / "cost.json").read_bytes()
+    with pytest.raises(LocaterError, match=r"qk-clip in .* is not whole: x100-lr0.001-s0 has no record of step 3"):
+        read_arena(tmp_path)
+    run_arena(arena, tmp_path, device="cpu")
+    assert (finished.stat().st_mtime_ns, (tmp_path / "cost.json").read_bytes()) == before
+    losses = [read_arena(where, arena.contenders).loss for where in (tmp_path, folder)]
+    assert losses[0].tolist() == pytest.approx(losses[1].tolist(), rel=1e-6)  # float32's, whatever the threads
+
+
+@pytest.mark.parametrize(("lost", "step"), [(-1, 3), (1, 0)])
+def test_a_record_that_is_missing_is_no_learning_rate_that_broke(folder, tmp_path, lost, step):
+    """Whether the end of the file is gone or a line in its midst."""
+    shutil.copytree(folder / "none", tmp_path / "none")
+    metrics = tmp_path / "none" / "group-00" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    member = json.loads(lines.pop(lost))["member"]
+    metrics.write_text("".join(lines))
+    with pytest.raises(LocaterError, match=rf"none in .* is not whole: {member} has no record of step {step};"):
+        read_arena(tmp_path)
+
+
+def test_a_loss_is_missing_where_the_record_says_that_the_model_broke(tmp_path):
+    arena = replace(SMALL, contenders=("none",), learning_rates=(1e-3, 1e30), seeds=(0,))
+    run_arena(arena, tmp_path, device="cpu")
+    last = [json.loads(line) for line in (tmp_path / "none/group-00/metrics.jsonl").read_text().splitlines()][-2:]
+    assert ["broke_at" in record for record in last] == [False, True]
+    assert read_arena(tmp_path).loss.isna().tolist() == [False, True]
+    assert read_arena(tmp_path).loss[0] == last[0]["valid_loss"]
+
+
+def test_contenders_trained_under_other_conditions_do_not_stand_in_one_table(folder, tmp_path):
+    longer = replace(SMALL, config=SMALL.config.changed(steps=4), contenders=("qk-norm",))
+    shutil.copytree(folder / "none", tmp_path / "none")
+    with pytest.raises(LocaterError, match=r"holds none with steps 3, and qk-norm is to be trained with 4"):
+        run_arena(longer, tmp_path, device="cpu")
+    assert not (tmp_path / "qk-norm").exists()
+
+    run_arena(longer, tmp_path / "other", device="cpu")
+    shutil.move(tmp_path / "other" / "qk-norm", tmp_path)
+    with pytest.raises(
+        LocaterError, match=r"none and qk-norm in .* one table: steps is 3 for the one and 4 for the oth"
+    ):
+        read_arena(tmp_path)
+    assert set(read_arena(tmp_path, ["qk-norm"]).contender) == {"qk-norm"}
+
+
+def test_contenders_at_other_learning_rates_or_on_another_text_are_told_apart(folder, tmp_path):
+    for name in ("none", "qk-norm"):
+        shutil.copytree(folder / name, tmp_path / name)
+    path = tmp_path / "qk-norm" / "group-00" / "run.json"
+    run = json.loads(path.read_text())
+    path.write_text(json.dumps(run | {"corpus": "another"}))
+    with pytest.raises(LocaterError, match=r"text is .* for the one and another for the other"):
+        read_arena(tmp_path)
+    rates = replace(SMALL, learning_rates=(1e-3,), contenders=("qk-clip",))
+    with pytest.raises(
+        LocaterError, match=r"learning rates \[0.001, 0.03\], and qk-clip is to be trained with \[0.001\]"
+    ):
+        run_arena(rates, tmp_path, device="cpu")
 
 
 def models(**lines):
@@ -75,7 +154,7 @@ def models(**lines):
                 {
                     "contender": name.replace("_", "-"), "strength": CONTENDERS[name.replace("_", "-")].strengths[0],
                     "learning_rate": rate, "seed": seed, "loss": loss, "max_logit": logit, "entropy": entropy,
-                    "rank_residual": 0.5, "milliseconds": 1.0, "bytes": 2.0,
+                    "rank_residual": 0.5, "milliseconds": 1.0, "relative": 1.0, "bytes": 2.0,
                 }
                 for seed, loss in enumerate(losses)
             ]  # fmt: skip
@@ -100,12 +179,75 @@ def test_a_summary_says_where_a_contender_is_best_breaks_and_collapses():
     assert norm.entropy == 2.0
 
 
+def test_a_contender_that_breaks_at_every_rate_has_no_loss_but_the_largest_area():
+    found = summary(
+        models(
+            none={1e-3: ((math.nan, 2.0), math.inf, 0.0), 1e-2: ((math.nan, math.inf), math.inf, 0.0)},
+            qk_norm={1e-3: ((2.1, 2.1), 9, 2.0), 1e-2: ((2.0, 3.0), 10, 2.1)},
+        )
+    ).set_index("contender")
+    assert found.loc["none", ["loss", "best_rate", "trains_to", "holds_to", "max_logit", "rank_residual"]].isna().all()
+    assert found.area["none"] == pytest.approx((2.5 + 3.0) / 2)  # the worst finite one, 3, in place of each that broke
+
+
 def test_the_best_strength_is_that_of_the_lowest_area():
     table = models(qk_norm={1e-3: ((2.0,), 9, 2.0), 1e-2: ((3.0,), 10, 2.1)})
     other = table.assign(strength=0.3, loss=[2.1, 2.2])
     both = pd.concat([table, other])
     assert summary(both).strength.tolist() == [1.0]
     assert summary(both, "best").strength.tolist() == [0.3]
+    with pytest.raises(LocaterError, match=r"qk-norm was not trained at its default strength 1 but at 0.3"):
+        summary(other)
+
+
+# ---------------------------------------------------------------------- the figure
+
+BREAKS = {
+    "none": {1e-3: ((2.0, 2.2, 2.1), 10, 2.0), 1e-2: ((1.9, math.nan, math.nan), math.inf, 0.0)},
+    "qk_norm": {1e-3: ((2.1, 2.1, 2.1), 9, 2.0), 1e-2: ((2.0, 2.2, 2.1), 10, 2.1)},
+}
+
+
+def on_screen(line):
+    return line.get_transform().transform(line.get_xydata()[0])
+
+
+def test_where_a_seed_broke_the_line_is_interrupted_and_a_cross_stands_at_the_top():
+    drawing = against_rate(models(**BREAKS), "", "words")
+    loss = drawing.data["lines"]["none"]["loss"]
+    assert loss == {"mean": [pytest.approx(2.1), None], "low": [2.0, None], "high": [2.2, None], "broke": [0, 2]}
+    panel = drawing.figure.axes[0]
+    (line,) = [line for line in panel.lines if line.get_label() == CONTENDERS["none"].label]
+    assert np.isnan(line.get_ydata()).tolist() == [False, True]
+    (cross,) = [line for line in panel.lines if line.get_marker() == "x"]
+    assert on_screen(cross) == pytest.approx(panel.get_xaxis_transform().transform((1e-2, 1)))  # 1 is the panel's edge
+    assert cross.get_color() == line.get_color()
+    assert [text.get_text() for text in drawing.figure.legends[0].get_texts()][-1] == "a seed broke"
+
+
+def test_crosses_of_several_contenders_at_one_rate_are_all_seen():
+    both = models(**dict.fromkeys(("none", "qk_norm"), BREAKS["none"]))
+    panel = against_rate(both, "", "words").figure.axes[0]
+    places = np.array([on_screen(line) for line in panel.lines if line.get_marker() == "x"])
+    points = np.ptp(places[:, 0]) * 72 / panel.figure.dpi
+    assert points > 4  # the size of a cross
+    assert places.mean(0) == pytest.approx(panel.get_xaxis_transform().transform((1e-2, 1)))  # side by side around it
+
+
+@pytest.mark.parametrize(
+    "lines", [BREAKS, {"none": {1e-3: ((math.nan,), math.inf, 0.0)}}, {"qk_norm": BREAKS["qk_norm"]}]
+)
+def test_the_figures_data_is_json_whatever_broke(lines, tmp_path):
+    draw_arena(models(**lines), "", "bytes", tmp_path)
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    data = json.loads((tmp_path / "arena.json").read_text(), parse_constant=refuse)
+    assert set(data["lines"]) == {name.replace("_", "-") for name in lines}
+
+
+# ---------------------------------------------------------------------- the command
 
 
 def test_the_command_prints_a_table_and_draws_a_figure(tmp_path, monkeypatch):
@@ -120,6 +262,53 @@ def test_the_command_prints_a_table_and_draws_a_figure(tmp_path, monkeypatch):
     assert len(value["models"]) == 8
 
 
+def test_learning_rates_of_your_own_and_default_strengths_alone(tmp_path, monkeypatch):
+    monkeypatch.setitem(ARENAS, "laptop", replace(SMALL, tuned=True, seeds=(0,)))
+    command = ["arena", "--contenders", "none,locater-auto", "--out", str(tmp_path / "a"), "--device", "cpu"]
+    more = ["--rates", "2e-3, 1e-3", "--untuned", "--json", str(tmp_path / "a.json")]
+    done = CliRunner().invoke(app, [*command, *more])
+    assert done.exit_code == 0, done.output
+    models = json.loads((tmp_path / "a.json").read_text())["models"]
+    assert sorted((row["contender"], row["learning_rate"], row["strength"]) for row in models) == [
+        ("locater-auto", 1e-3, 3.0), ("locater-auto", 2e-3, 3.0), ("none", 1e-3, 0.0), ("none", 2e-3, 0.0),
+    ]  # fmt: skip
+
+
+def test_the_command_shows_the_contenders_it_was_asked_for(folder, monkeypatch):
+    monkeypatch.setitem(ARENAS, "laptop", SMALL)
+    command = ["arena", "--contenders", "qk-norm", "--out", str(folder), "--device", "cpu"]
+    done = CliRunner().invoke(app, command, env={"COLUMNS": "250"})
+    assert done.exit_code == 0, done.output
+    assert CONTENDERS["qk-norm"].label in done.output
+    assert CONTENDERS["softcap"].label not in done.output
+
+
+def shown(found, monkeypatch, tmp_path):
+    """The table of the command for these models, a list of cells a row, and its JSON."""
+    monkeypatch.setattr("locater.lab.arena.run_arena", lambda *_, **__: None)
+    monkeypatch.setattr("locater.lab.arena.read_arena", lambda *_: found)
+    command = ["arena", "--out", str(tmp_path / "a"), "--json", str(tmp_path / "a.json")]
+    done = CliRunner().invoke(app, command, env={"COLUMNS": "250"})
+    assert done.exit_code == 0, done.output
+    table = [[cell.strip() for cell in line.split("│")] for line in done.output.splitlines() if "│" in line]
+    names = [cell.strip() for line in done.output.splitlines() if "┃" in line for cell in line.strip("┃").split("┃")]
+    value = json.loads((tmp_path / "a.json").read_text())
+    return [dict(zip(names, cells[1:], strict=False)) for cells in table], value
+
+
+def test_a_total_collapse_is_shown_as_nought_and_infinity(monkeypatch, tmp_path):
+    (row,), value = shown(models(none={1e-3: ((2.0,), math.inf, 0.0)}), monkeypatch, tmp_path)
+    assert (row["max logit"], row["lowest entropy"]) == ("∞", "0")
+    assert row["holds to"] == "none"
+    assert (value["default"][0]["max_logit"], value["default"][0]["entropy"]) == (None, 0.0)
+
+
+def test_a_table_of_models_that_all_broke_says_so(monkeypatch, tmp_path):
+    (row,), value = shown(models(none={1e-3: ((math.nan,), math.inf, 0.0)}), monkeypatch, tmp_path)
+    assert {row[name] for name in ("loss, bits a byte", "at rate", "area", "trains to", "max logit")} == {"none"}
+    assert value["default"][0]["loss"] is value["default"][0]["area"] is None
+
+
 def test_what_there_is_can_be_listed():
     done = CliRunner().invoke(app, ["arena", "--list"], env={"COLUMNS": "200"})
     assert done.exit_code == 0
@@ -132,7 +321,10 @@ def test_what_there_is_can_be_listed():
         (["arena", "moon"], "there is no arena 'moon'; there are laptop, pre, post, words"),
         (["arena", "--contenders", "luck"], "there is no contender 'luck'; there are none, locater-paper"),
         (["arena", "--contenders", ","], "name at least one contender"),
+        (["arena", "--rates", "1e-3,fast"], "--rates takes positive numbers with commas between them, got '1e-3,fast'"),
+        (["arena", "--rates", "0"], "--rates takes positive numbers"),
         (["arena", "--steps", "0"], "steps must be a whole number of at least 1"),
+        (["arena", "--device", "tpu"], "cannot train on the device 'tpu'"),
     ],
 )
 def test_what_does_not_exist_is_refused_before_anything_is_written(arguments, words, tmp_path):
@@ -142,6 +334,24 @@ def test_what_does_not_exist_is_refused_before_anything_is_written(arguments, wo
     assert not (tmp_path / "a").exists()
 
 
-def test_a_folder_without_an_arena_is_named(tmp_path):
+def test_a_folder_without_an_arena_or_with_a_sweep_of_something_else_is_named(folder, tmp_path):
     with pytest.raises(LocaterError, match="holds no arena"):
         read_arena(tmp_path)
+    shutil.copytree(folder / "none", tmp_path / "some" / "none")
+    path = tmp_path / "some" / "none" / "sweep.json"
+    plan = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in plan.items() if key != "contender"}))
+    with pytest.raises(LocaterError, match="holds no arena"):
+        read_arena(tmp_path / "some")
+
+
+def test_a_contender_nobody_knows_is_named(folder, tmp_path):
+    shutil.copytree(folder / "none", tmp_path / "luck")
+    path = tmp_path / "luck" / "sweep.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"contender": "luck"}))
+    with pytest.raises(LocaterError, match="there is no contender 'luck'"):
+        read_arena(tmp_path)
+    with pytest.raises(LocaterError, match="there is no contender 'luck'"):
+        summary(read_arena(folder, ["none"]).assign(contender="luck"))
+    with pytest.raises(LocaterError, match="does not hold softcap"):
+        read_arena(tmp_path, ["softcap"])

@@ -288,14 +288,14 @@ def test_a_held_step_presses_a_head_by_how_far_it_has_grown():
             torch.testing.assert_close(found, other)
 
 
-def test_an_ordinary_scale_is_the_first_or_that_of_logits_of_half_a_standard_deviation():
+def test_an_ordinary_scale_is_the_first_or_that_of_logits_of_a_third_of_a_standard_deviation():
     first, width = torch.tensor([0.0, 3.0, 70.0]), 64
-    assert ordinary_scale(first, width**-0.5).tolist() == [16.0, 16.0, 70.0]
+    assert ordinary_scale(first, width**-0.5).tolist() == [8.0, 8.0, 70.0]
     random = torch.Generator().manual_seed(0)
     qk = QK(*(torch.randn(width, 256, generator=random) / 256**0.5 for _ in range(2)))  # a scale of about 64
     x, y = torch.randn(2, 4000, 256, generator=random)
     spread = (x @ qk.dense() * y).sum(1).std() / width**0.5
-    assert float(spread / (qk.scale() / 16).sqrt()) == pytest.approx(0.5, rel=0.05)
+    assert float(spread / (qk.scale() / 8).sqrt()) == pytest.approx(8**-0.5, rel=0.05)
 
 
 def test_what_is_limited_has_at_most_the_scale_and_is_otherwise_as_it_was():

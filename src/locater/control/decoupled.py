@@ -41,7 +41,7 @@ class DecoupledLocAteR:
         share · tr(W_QKᵀW_QK) + (tr W_QK − target)²
 
     `share` is 0 while a head's scale is ordinary: at most what it was when this was made, or, where that was small, at
-    most d_head / 4 (a logit's standard deviation of ½ between independent tokens). It is 1 from twice the ordinary
+    most d_head / 8 (a logit's standard deviation of 0.35 between independent tokens). It is 1 from twice the ordinary
     scale on: where nothing grows, nothing is pressed; and no scale goes beyond four times the ordinary, whatever the
     learning rate does. With `growing_only=False` share is 1 and there is no such end. `target`, 2 / (the logits' scale)
     unless given, is where the theory has tokens begin to localise: tr W_QK = 2 √d_head. `schedule`, if given,

@@ -74,11 +74,11 @@ def _pull(trace: Tensor, target: Tensor, step: Tensor, squares_q: Tensor, square
 
 
 def ordinary_scale(first: Tensor, logit_scale: float) -> Tensor:
-    """tr(W_QKᵀW_QK) beyond which a head has grown: what it was at first, or, where that was small, d_head / 4.
+    """tr(W_QKᵀW_QK) beyond which a head has grown: what it was at first, or, where that was small, d_head / 8.
 
-    There, logits between independent tokens have a standard deviation of ½.
+    There, logits between independent tokens have a standard deviation of 0.35; a customary start is at twice that.
     """
-    return first.clamp(min=1 / (4 * logit_scale**2))
+    return first.clamp(min=1 / (8 * logit_scale**2))
 
 
 def held_step(qk: QK, step: Tensor, target: Tensor, ordinary: Tensor) -> tuple[Tensor, Tensor]:

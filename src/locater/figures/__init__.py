@@ -123,7 +123,9 @@ def _from_runs(number: int, runs: str | Path | None) -> Callable[[Progress], Dra
 
 def _files(stem: str, drawing: Drawing, heading: dict[str, Any] | None = None) -> dict[str, bytes]:
     """A drawing as PNG, SVG and JSON."""
-    contents = pictures(drawing.figure) | {"json": json.dumps({**(heading or {}), **drawing.data}).encode()}
+    contents = pictures(drawing.figure) | {
+        "json": json.dumps({**(heading or {}), **drawing.data}, allow_nan=False).encode()
+    }
     return {f"{stem}.{kind}": content for kind, content in contents.items()}
 
 

@@ -7,21 +7,21 @@ is trained stacked, strengths × learning rates × seeds at once, by the engine 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from locater.errors import LocaterError
+from locater.lab._arena_cost import REFERENCE, Cost, read_costs, time_contenders, write_timing
+from locater.lab._arena_folder import conditions, difference, discard_unfinished, entries_in
 from locater.lab.config import Config, Member, ModelConfig
 from locater.lab.data import Corpus, load_corpus
-from locater.lab.records import read_metrics, read_runs
-from locater.lab.stack import Stack
+from locater.lab.stack import check_sizes
 from locater.lab.sweep import sweep
-from locater.lab.train import Progress
+from locater.lab.train import Progress, _device
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,18 +31,16 @@ __all__ = [
     "CONTENDERS",
     "ENTROPY_FLOOR",
     "LOGIT_CEILING",
+    "TRAINS_WITHIN",
     "Arena",
     "Contender",
     "read_arena",
     "run_arena",
-    "step_cost",
     "summary",
 ]
 
 LOGIT_CEILING, ENTROPY_FLOOR = 200.0, 0.3
 """Attention has collapsed where a logit exceeds the one, or a layer's mean entropy, in nats, is under the other."""
-
-_TIMED = 15  # models stacked while a step is timed on a GPU: for all contenders the same
 
 TRAINS_WITHIN = 1.2
 """A learning rate breaks a contender if a seed's loss is not finite or ends above this times the best of all."""
@@ -77,7 +75,7 @@ CONTENDERS: dict[str, Contender] = {
     "qk-clip": Contender("QK-clip", "qk-clip", (100.0, 30.0, 10.0), "nothing"),
     "softcap": Contender("softcap", "softcap", (50.0, 20.0, 10.0), "a tanh a logit; no SDPA"),
     "z-loss": Contender("attention z-loss", "z-loss", (1e-4, 1e-3, 1e-2), "nothing"),
-    "qk-decay": Contender("decay of W_Q, W_K", "qk-decay", (1.0, 0.1, 10.0), "nothing"),
+    "qk-decay": Contender("decay of W_Q, W_K", "qk-decay", (0.1, 1.0, 10.0), "nothing"),
 }
 
 
@@ -92,14 +90,17 @@ class Arena:
     contenders: tuple[str, ...] = tuple(CONTENDERS)
     tuned: bool = True  # whether other strengths than the default are tried
 
-    def members(self, contender: Contender) -> list[Member]:
+    def planned(self, name: str) -> tuple[Config, list[Member]]:
+        """What a contender trains."""
+        contender = CONTENDERS[name]
         strengths = contender.strengths if self.tuned else contender.strengths[:1]
-        return [
+        members = [
             contender.member(strength, rate, seed, self.config)
             for strength in strengths
             for rate in self.learning_rates
             for seed in self.seeds
         ]
+        return self.config.changed(method=contender.method), members
 
 
 _BYTES = Config(
@@ -140,156 +141,179 @@ def run_arena(
     group_size: int = 45,
     watch: Callable[[str, Progress], None] | None = None,
 ) -> None:
-    """Trains every contender into a folder of its own; one that is there already is not trained again."""
-    if not arena.contenders:
-        raise LocaterError("an arena without contenders: name at least one contender")
-    unknown = [name for name in arena.contenders if name not in CONTENDERS]
-    if unknown:
-        raise LocaterError(f"there is no contender {unknown[0]!r}; there are {', '.join(CONTENDERS)}")
+    """Times the contenders, then trains every one into a folder of its own.
+
+    What is there already is neither timed nor trained again; a group that was cut off is trained anew.
+    """
+    folder = Path(folder)
+    _check_names(arena.contenders)
+    place = _device(device)
     corpus = load_corpus(arena.config.data, unit=arena.config.unit, vocabulary=arena.config.vocabulary)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    check_sizes(arena.config, corpus)
+    _check_folder(arena, folder, corpus)
+    known = read_costs(folder)
+    if untimed := [name for name in arena.contenders if name not in known]:
+        timed = {name: arena.planned(name) for name in (REFERENCE, *untimed)}
+        first = {name: (config, members[0]) for name, (config, members) in timed.items()}
+        write_timing(folder, time_contenders(first, corpus, place))
+    there = {entry.contender: entry for entry in entries_in(folder)}
     for name in arena.contenders:
-        contender = CONTENDERS[name]
-        config = arena.config.changed(method=contender.method)
-        members = arena.members(contender)
-        about: dict[str, Any] = {"contender": name}
-        if not (Path(folder) / name / "sweep.json").exists():
-            timed = [replace(members[0], name=f"timed-{i}") for i in range(_TIMED if place.type == "cuda" else 2)]
-            about |= step_cost(config, timed, corpus, place)
+        if name in there:
+            discard_unfinished(there[name])
+        config, members = arena.planned(name)
         sweep(
             config,
             members,
-            Path(folder) / name,
+            folder / name,
             group_size=group_size,
             device=device,
-            about=about,
+            about={"contender": name},
             watch=None if watch is None else lambda group, progress, name=name: watch(f"{name} {group}", progress),  # type: ignore[misc]
         )
 
 
-def step_cost(config: Config, members: Sequence[Member], corpus: Corpus, device: torch.device) -> dict[str, float]:
-    """Milliseconds a model and update, and bytes a model on a GPU, of these members stacked."""
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-    stack = Stack(config, members, corpus, device)
-    times = []
-    for warm, count in ((True, 4), (False, 20 if cuda else 3)):
-        if cuda:
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        for _ in range(count):
-            stack.advance()
-        if cuda:
-            torch.cuda.synchronize(device)
-        if not warm:
-            times.append((time.perf_counter() - began) / count)
-    found = {"milliseconds": 1e3 * times[0] / len(members)}
-    if cuda:
-        found["bytes"] = (torch.cuda.max_memory_allocated(device) - before) / len(members)
-    return found
+def _check_names(contenders: Sequence[str]) -> None:
+    if not contenders:
+        raise LocaterError("an arena without contenders: name at least one contender")
+    unknown = [name for name in contenders if name not in CONTENDERS]
+    if unknown:
+        raise LocaterError(f"there is no contender {unknown[0]!r}; there are {', '.join(CONTENDERS)}")
+
+
+def _check_folder(arena: Arena, folder: Path, corpus: Corpus) -> None:
+    """A folder holds one arena: what is trained into it must fit what is there."""
+    name = arena.contenders[0]
+    wanted = conditions(*arena.planned(name), corpus.fingerprint)
+    for entry in entries_in(folder):
+        if found := difference(entry.conditions(), wanted):
+            what, then, now = found
+            raise LocaterError(
+                f"{folder} holds {entry.contender} with {what} {then}, and {name} is to be trained with {now}: "
+                "choose another folder, or remove this one to start anew"
+            )
 
 
 # ---------------------------------------------------------------------- results
 
 
-def read_arena(folder: str | Path) -> pd.DataFrame:
-    """A row a trained model, at its end and at its worst.
+def read_arena(folder: str | Path, contenders: Sequence[str] | None = None) -> pd.DataFrame:
+    """A row a trained model of these contenders, or of all that are there, at its end and at its worst.
 
     contender, strength, learning_rate, seed; loss (validation, nats; NaN if it broke); max_logit, the largest of all
     records; entropy, the lowest mean over a layer's heads of all records; rank_residual, the last layer's at the end;
-    milliseconds and bytes, of a model and update.
+    milliseconds, of a model and update, relative, the same in units of no protection's, and bytes, of a model.
     """
     import pandas as pd
 
-    rows: list[dict[str, Any]] = []
-    found = [path for path in sorted(Path(folder).glob("*")) if (path / "sweep.json").exists()]
-    if not found:
-        raise LocaterError(f"{folder} holds no arena: no folder in it has a sweep.json")
-    for path in found:
-        by_name = {member.name: (run, member) for run in read_runs(path) for member in run.members}
-        for name, records in read_metrics(path).groupby("member", sort=False):
-            run, member = by_name[str(name)]
-            last = records.iloc[-1]
-            broke = "broke_at" in records and bool(records.broke_at.notna().any())
-            whole = not broke and last["step"] == run.config.steps and last["valid_loss"] is not None
-            rows.append(
-                {
-                    "contender": run.about.get("contender", path.name),
-                    "strength": member.strength,
-                    "learning_rate": member.learning_rate,
-                    "seed": member.seed,
-                    "loss": float(last["valid_loss"]) if whole else math.nan,
-                    "max_logit": max(_worst(layers, max) for layers in records["max_logit"]),
-                    "entropy": min(_worst(layers, min) for layers in records["entropy"]),
-                    "rank_residual": _number(last["rank_residual"][-1]),
-                    "milliseconds": run.about.get("milliseconds", math.nan),
-                    "bytes": run.about.get("bytes", math.nan),
-                }
+    folder = Path(folder)
+    entries = entries_in(folder)
+    if not entries:
+        raise LocaterError(f"{folder} holds no arena: no folder in it has the sweep.json of a contender")
+    if contenders is not None:
+        _check_names(contenders)
+        if absent := set(contenders) - {entry.contender for entry in entries}:
+            raise LocaterError(f"{folder} does not hold {sorted(absent)[0]}: train it first")
+        entries = [entry for entry in entries if entry.contender in contenders]
+    _check_names([entry.contender for entry in entries])
+    first = entries[0]
+    for entry in entries[1:]:
+        if found := difference(first.conditions(), entry.conditions()):
+            what, one, other = found
+            raise LocaterError(
+                f"{first.contender} and {entry.contender} in {folder} cannot stand in one table: {what} is {one} "
+                f"for the one and {other} for the other; name contenders that were trained alike"
             )
+    costs = read_costs(folder)
+    rows: list[dict[str, Any]] = []
+    for entry in entries:
+        records = entry.records()
+        for member in (member for group in entry.groups.values() for member in group):
+            about = {"contender": entry.contender, "strength": member.strength, "learning_rate": member.learning_rate}
+            row = about | {"seed": member.seed} | _outcome(records[member.name])
+            rows.append(row | asdict(costs.get(entry.contender, Cost())))
     return pd.DataFrame(rows)
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
+def _outcome(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    last = records[-1]
+    loss, residual = last["valid_loss"], last["rank_residual"][-1]
+    if any("broke_at" in record for record in records):
+        loss = math.nan
+    return {
+        "loss": math.inf if loss is None else loss,
+        "max_logit": max(_largest(record["max_logit"]) for record in records),
+        "entropy": min(_lowest_mean(record["entropy"]) for record in records),
+        "rank_residual": math.nan if residual is None else residual,
+    }
 
 
-def _worst(layers: list[list[float | None]], choose: Callable[..., float]) -> float:
-    """The largest logit of all heads, or the lowest mean over a layer's heads; what is no number is worst of all."""
-    if any(value is None for heads in layers for value in heads):
-        return math.inf if choose is max else 0.0
-    if choose is max:
-        return max(float(value or 0) for heads in layers for value in heads)
-    return min(sum(float(value or 0) for value in heads) / len(heads) for heads in layers)
+def _largest(layers: list[list[float | None]]) -> float:
+    """Of all heads; what is no number is the worst of all, infinite."""
+    return max(math.inf if value is None else value for heads in layers for value in heads)
+
+
+def _lowest_mean(layers: list[list[float | None]]) -> float:
+    """Over a layer's heads; what is no number is the worst of all, 0."""
+    return min(0.0 if None in heads else sum(filter(None, heads)) / len(heads) for heads in layers)
 
 
 def summary(models: pd.DataFrame, strength: str = "default") -> pd.DataFrame:
     """A row a contender, over seeds, at its default strength or at its "best": that of the lowest area.
 
-    loss: the mean at the learning rate where that is lowest; area: the mean over the learning rates of the loss, at
-    most the worst finite one of all; trains_to: the largest learning rate up to which no seed breaks (TRAINS_WITHIN);
-    holds_to: up to which no seed's attention collapses; max_logit and entropy: the worst up to trains_to.
+    loss: the lowest mean of all learning rates where every seed has one; area: the mean over the learning rates of the
+    loss, the worst finite one of all where there is none; trains_to: the largest learning rate up to which no seed
+    breaks (TRAINS_WITHIN); holds_to: up to which no seed's attention collapses; max_logit and entropy: the worst up to
+    trains_to. NaN is none.
     """
     import pandas as pd
 
     if strength not in ("default", "best"):
         raise LocaterError(f"strength must be default or best, got {strength!r}")
-    best, worst = models.loss.min(), models.loss.max()
+    _check_names(list(models.contender.unique()))
+    finite = models.loss[np.isfinite(models.loss)]
+    best, worst = finite.min(), finite.max()
     rows = []
-    for name, of_contender in models.groupby("contender", sort=False):
-        contender = CONTENDERS[str(name)]
-        lines = {s: _line(part, best, worst) for s, part in of_contender.groupby("strength", sort=False)}
+    for name in (key for key in CONTENDERS if key in set(models.contender)):
+        contender, of_contender = CONTENDERS[name], models[models.contender == name]
+        strengths = [float(value) for value in of_contender.strength.unique()]
+        lines = {s: _line(of_contender[of_contender.strength == s], best, worst) for s in strengths}
         chosen = contender.strengths[0] if strength == "default" else min(lines, key=lambda s: lines[s]["area"])
         if chosen not in lines:
-            continue
-        cost = of_contender[["milliseconds", "bytes"]].iloc[0].to_dict()
+            there = ", ".join(f"{s:g}" for s in lines)
+            raise LocaterError(
+                f"{name} was not trained at its default strength {chosen:g} but at {there}: train it anew"
+            )
+        cost = of_contender[["milliseconds", "relative", "bytes"]].iloc[0].to_dict()
         row: dict[str, Any] = {"contender": name, "label": contender.label, "strength": chosen}
         rows.append(row | lines[chosen] | cost | {"at_inference": contender.at_inference})
-    order = {name: i for i, name in enumerate(CONTENDERS)}
-    return pd.DataFrame(rows).sort_values("contender", key=lambda x: x.map(order), ignore_index=True)
+    return pd.DataFrame(rows)
 
 
 def _line(part: pd.DataFrame, best: float, worst: float) -> dict[str, float]:
+    finite = np.isfinite(part.loss)
     part = part.assign(
-        capped=part.loss.fillna(worst),
-        trains=part.loss <= TRAINS_WITHIN * best,
+        capped=part.loss.where(finite, worst),
+        finite=finite,
+        trains=finite & (part.loss <= TRAINS_WITHIN * best),
         holds=(part.max_logit <= LOGIT_CEILING) & (part.entropy >= ENTROPY_FLOOR),
     )
     at = part.groupby("learning_rate").agg(
-        loss=("capped", "mean"), trains=("trains", "all"), holds=("holds", "all"),
+        capped=("capped", "mean"), finite=("finite", "all"), trains=("trains", "all"), holds=("holds", "all"),
         max_logit=("max_logit", "max"), entropy=("entropy", "min"), rank_residual=("rank_residual", "mean"),
     )  # fmt: skip
-    rates, lowest = at.index.to_numpy(dtype=float), int(at.loss.to_numpy().argmin())
+    lowest = at[at.finite].nsmallest(1, "capped")  # a row, or none
+    loss, best_rate, residual = (
+        float(values[0]) if len(values) else math.nan
+        for values in (lowest.capped.to_numpy(), lowest.index.to_numpy(), lowest.rank_residual.to_numpy())
+    )
     trains, holds = (int(at[name].cummin().sum()) for name in ("trains", "holds"))  # how many rates, from the lowest on
     return {
-        "loss": float(at.loss.iloc[lowest]),
-        "best_rate": float(rates[lowest]),
-        "area": float(at.loss.mean()),
-        "trains_to": float(rates[trains - 1]) if trains else math.nan,
-        "holds_to": float(rates[holds - 1]) if holds else math.nan,
-        "max_logit": float(at.max_logit.iloc[:trains].max()) if trains else math.nan,
-        "entropy": float(at.entropy.iloc[:trains].min()) if trains else math.nan,
-        "rank_residual": float(at.rank_residual.iloc[lowest]),
+        "loss": loss,
+        "best_rate": best_rate,
+        "area": float(at.capped.mean()),
+        "trains_to": float(at.index[trains - 1]) if trains else math.nan,
+        "holds_to": float(at.index[holds - 1]) if holds else math.nan,
+        "max_logit": float(at.max_logit.iloc[:trains].max()),
+        "entropy": float(at.entropy.iloc[:trains].min()),
+        "rank_residual": residual,
     }
