@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = ["register"]
+
+Number = TypeVar("Number", int, float)
 
 
 def register(app: typer.Typer) -> None:
@@ -36,7 +38,10 @@ def arena_command(
     rates: Annotated[
         str | None, typer.Option("--rates", metavar="X,Y", help="These learning rates instead of the arena's.")
     ] = None,
-    untuned: Annotated[bool, typer.Option("--untuned", help="The default strengths alone.")] = False,
+    seeds: Annotated[str | None, typer.Option("--seeds", metavar="I,J", help="These seeds.")] = None,
+    tuned: Annotated[
+        bool | None, typer.Option("--tuned/--untuned", help="Other strengths besides the default, or it alone.")
+    ] = None,
     steps: StepsOption = None,
     device: DeviceOption = None,
     listed: Annotated[bool, typer.Option("--list", help="Say what there is, and train nothing.")] = False,
@@ -60,9 +65,11 @@ def arena_command(
         words = dict.fromkeys(word.strip() for word in contenders.split(",") if word.strip())
         arena = replace(arena, contenders=tuple(words))
     if rates is not None:
-        arena = replace(arena, learning_rates=_rates(rates))
-    if untuned:
-        arena = replace(arena, tuned=False)
+        arena = replace(arena, learning_rates=_given(rates, float, "--rates", "positive numbers", 1e-300))
+    if seeds is not None:
+        arena = replace(arena, seeds=_given(seeds, int, "--seeds", "whole numbers from 0 on", 0))
+    if tuned is not None:
+        arena = replace(arena, tuned=tuned)
     folder = out or Path("runs") / f"arena-{name}"
     with watching() as watch:
         run_arena(arena, folder, device=device, watch=watch)
@@ -81,13 +88,13 @@ def arena_command(
             print(path)
 
 
-def _rates(text: str) -> tuple[float, ...]:
+def _given(text: str, kind: type[Number], option: str, what: str, least: float) -> tuple[Number, ...]:
     try:
-        found = sorted({float(word) for word in text.split(",") if word.strip()})
+        found = sorted({kind(word) for word in text.split(",") if word.strip()})
     except ValueError:
         found = []
-    if not found or not all(0 < rate < math.inf for rate in found):
-        raise LocaterError(f"--rates takes positive numbers with commas between them, got {text!r:.80}")
+    if not found or not all(least <= value < math.inf for value in found):
+        raise LocaterError(f"{option} takes {what} with commas between them, got {text!r:.80}")
     return tuple(found)
 
 

@@ -262,13 +262,14 @@ def test_the_command_prints_a_table_and_draws_a_figure(tmp_path, monkeypatch):
     assert len(value["models"]) == 8
 
 
-def test_learning_rates_of_your_own_and_default_strengths_alone(tmp_path, monkeypatch):
-    monkeypatch.setitem(ARENAS, "laptop", replace(SMALL, tuned=True, seeds=(0,)))
+def test_learning_rates_and_seeds_of_your_own_and_default_strengths_alone(tmp_path, monkeypatch):
+    monkeypatch.setitem(ARENAS, "laptop", replace(SMALL, tuned=True))
     command = ["arena", "--contenders", "none,locater-auto", "--out", str(tmp_path / "a"), "--device", "cpu"]
-    more = ["--rates", "2e-3, 1e-3", "--untuned", "--json", str(tmp_path / "a.json")]
+    more = ["--rates", "2e-3, 1e-3", "--seeds", "5", "--untuned", "--json", str(tmp_path / "a.json")]
     done = CliRunner().invoke(app, [*command, *more])
     assert done.exit_code == 0, done.output
     models = json.loads((tmp_path / "a.json").read_text())["models"]
+    assert {row["seed"] for row in models} == {5}
     assert sorted((row["contender"], row["learning_rate"], row["strength"]) for row in models) == [
         ("locater-auto", 1e-3, 3.0), ("locater-auto", 2e-3, 3.0), ("none", 1e-3, 0.0), ("none", 2e-3, 0.0),
     ]  # fmt: skip
@@ -323,6 +324,7 @@ def test_what_there_is_can_be_listed():
         (["arena", "--contenders", ","], "name at least one contender"),
         (["arena", "--rates", "1e-3,fast"], "--rates takes positive numbers with commas between them, got '1e-3,fast'"),
         (["arena", "--rates", "0"], "--rates takes positive numbers"),
+        (["arena", "--seeds", "0,-1"], "--seeds takes whole numbers from 0 on with commas between them, got '0,-1'"),
         (["arena", "--steps", "0"], "steps must be a whole number of at least 1"),
         (["arena", "--device", "tpu"], "cannot train on the device 'tpu'"),
     ],

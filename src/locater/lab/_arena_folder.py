@@ -16,11 +16,8 @@ from locater.lab.records import read_records, read_run
 
 __all__ = ["Entry", "conditions", "difference", "discard_unfinished", "entries_in"]
 
-_FREE = (
-    "method",
-    "data",
-    "checkpoint_every",
-)  # the first is what is compared; of the data, the text itself is looked at
+# what may differ: the first is what is compared, and of the data the text itself is looked at
+_FREE = ("method", "data", "checkpoint_every")
 
 
 @dataclass(frozen=True)
