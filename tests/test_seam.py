@@ -11,25 +11,15 @@ import pytest
 import torch
 from rivals import batch, loss_of, ready
 from torch import nn
-from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import locater
 from locater import observe
 from locater._seam import Listener, listen, places
 from locater.control import ZLoss
+from own_attention import OwnAttention
 
 ROOMS = ("theory", "models", "measure", "control", "lab", "figures", "report", "explore")
-
-
-class Own(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.c_attn = nn.Linear(16, 48)
-
-    def forward(self, x):
-        q, k, v = (a.unflatten(-1, (4, 4)).transpose(1, 2) for a in self.c_attn(x).chunk(3, -1))
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
 @pytest.mark.parametrize("first", ["observer", "method"])
@@ -71,8 +61,8 @@ def test_a_method_leaves_the_fast_path_of_torchs_encoder():
 def test_a_result_is_changed_by_those_who_change_and_by_nobody_else(changes):
     torch.manual_seed(0)
     x, told = torch.randn(2, 6, 16), []
-    for model in (Own(), nn.MultiheadAttention(16, 4, batch_first=True)):
-        inputs = (x,) if isinstance(model, Own) else (x, x, x)
+    for model in (OwnAttention(), nn.MultiheadAttention(16, 4, batch_first=True)):
+        inputs = (x,) if isinstance(model, OwnAttention) else (x, x, x)
 
         def output(model=model, inputs=inputs):
             result = model(*inputs)
@@ -91,7 +81,7 @@ def test_a_result_is_changed_by_those_who_change_and_by_nobody_else(changes):
 def test_a_module_that_threads_share_is_overheard_in_each_and_left():
     """Torch's modes belong to a thread: what is begun in one is ended there."""
     torch.manual_seed(0)
-    model, x = Own(), torch.randn(2, 6, 16)
+    model, x = OwnAttention(), torch.randn(2, 6, 16)
     both_inside, left = threading.Barrier(2, timeout=20), []
 
     class Waits(nn.Linear):

@@ -20,6 +20,7 @@ from locater._seam import Call
 from locater._seam._calls import _masked
 from locater.measure import attention, attention_statistics, rank_residual
 from locater.measure.observe import observe
+from own_attention import OwnAttention
 
 BYPASS = {
     "gpt2-upcast": lambda: tf.GPT2LMHeadModel(
@@ -581,18 +582,6 @@ def test_a_call_with_nothing_in_it_is_let_through_and_does_not_count(sizes):
         assert seen.table().empty
         module(x, x, x)
     assert (seen.table()["queries"] == 18).all()
-
-
-class OwnAttention(nn.Module):
-    """As many write it: one fused layer and torch's function."""
-
-    def __init__(self):
-        super().__init__()
-        self.c_attn = nn.Linear(16, 48)
-
-    def forward(self, x):
-        q, k, v = (a.unflatten(-1, (4, 4)).transpose(1, 2) for a in self.c_attn(x).chunk(3, -1))
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
 def test_a_module_of_ones_own_is_overheard():

@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers as tf
 from torch import nn
-from torch.nn import functional
 from zoo import GROUPED, VOCABULARY, build, inputs
 
 from locater import LocaterError, observe
+from own_attention import OwnAttention
 
 # of torch's compiler, when it is loaded, and of transformers' way to call it
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:_compile flag")
@@ -30,22 +30,12 @@ def _nothing_compiled_before_and_after():
     forget()
 
 
-class Own(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.c_attn = nn.Linear(16, 48)
-
-    def forward(self, x):
-        q, k, v = (a.unflatten(-1, (4, 4)).transpose(1, 2) for a in self.c_attn(x).chunk(3, -1))
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-
-
 class Skipping(nn.Module):
     """As with layers that are dropped in training: the forward runs, its attention does not."""
 
     def __init__(self):
         super().__init__()
-        self.attention = Own()
+        self.attention = OwnAttention()
 
     def forward(self, x):
         return x
@@ -53,7 +43,7 @@ class Skipping(nn.Module):
 
 def overheard():
     torch.manual_seed(0)
-    return nn.Sequential(Own(), Own())
+    return nn.Sequential(OwnAttention(), OwnAttention())
 
 
 def torchs():

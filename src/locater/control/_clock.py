@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from locater.errors import LocaterError
 
-__all__ = ["Clock", "Schedule"]
+__all__ = ["Clock", "Clocked", "Schedule"]
 
 Schedule: TypeAlias = Callable[[int], float]
 
@@ -54,3 +54,22 @@ class Clock:
         # only a schedule has to know whether the step counts, so only then is it worth waiting for the device
         if self.schedule is None or overflow is None or not bool(overflow):
             self._taken[id(optimizer)] += 1
+
+
+class Clocked:
+    """One whose strength may follow a schedule."""
+
+    _clock: Clock
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken, which a schedule is given."""
+        return self._clock.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._clock.step = step
+
+    @property
+    def schedule(self) -> Schedule | None:
+        return self._clock.schedule

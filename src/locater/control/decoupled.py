@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from locater.control._clock import Clock, Schedule
+from locater.control._clock import Clock, Clocked, Schedule
 from locater.control._closed_form import projections, shapes
 from locater.control._dense import gathered, is_sharded
 from locater.control._numbers import checked_number, checked_strength
@@ -33,7 +33,7 @@ RateOf: TypeAlias = Callable[[Tensor], int | None]  # which of some rates a para
 _STACK_BYTES = 64 << 20  # modules up to this size are worked on together: small ones wait for launches
 
 
-class DecoupledLocAteR:
+class DecoupledLocAteR(Clocked):
     """Holds the trace of every W_QK of `model`, and the scale of those that grow; no strength has to be chosen.
 
     After each step of the optimizer, W_Q and W_K of every head make a step of learning rate × strength down
@@ -74,19 +74,6 @@ class DecoupledLocAteR:
         self._first = {attention.module: _whole(attention).scale() for attention in self.attentions}
         self._known_groups: dict[RateOf, tuple[list[Any], list[_Group]]] = {}
         self._handles: dict[int, RemovableHandle] = {}
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken, which a schedule is given."""
-        return self._clock.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._clock.step = step
-
-    @property
-    def schedule(self) -> Schedule | None:
-        return self._clock.schedule
 
     # ------------------------------------------------------------------ a step
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from locater.control._clock import Clock, Schedule
+from locater.control._clock import Clock, Clocked, Schedule
 from locater.control._closed_form import Coefficients, Group, projections, shapes
 from locater.control._dense import gathered
 from locater.control._numbers import checked_number, checked_strength
@@ -33,7 +33,7 @@ from locater.models import Attention, attentions
 __all__ = ["LocAteR"]
 
 
-class LocAteR:
+class LocAteR(Clocked):
     """The regulariser on every attention module of `model` that `locater.models` finds.
 
     Strengths are the coefficients of the penalty above. `schedule`, if given, multiplies both: a function of the
@@ -68,19 +68,6 @@ class LocAteR:
         self.scale_strength = checked_strength("scale_strength", scale_strength)
         self.mean_strength = checked_strength("mean_strength", mean_strength)
         self.target = checked_number("target", target)
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken, which a schedule is given."""
-        return self._clock.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._clock.step = step
-
-    @property
-    def schedule(self) -> Schedule | None:
-        return self._clock.schedule
 
     @classmethod
     def from_paper(
