@@ -18,6 +18,7 @@ from locater.figures import draw_arena
 from locater.figures._arena import against_rate
 from locater.lab.arena import ARENAS, CONTENDERS, read_arena, run_arena, summary
 from locater.lab.config import METHOD_NAMES
+from pages import ROOT
 
 SMALL = replace(
     ARENAS["laptop"],
@@ -245,6 +246,26 @@ def test_the_figures_data_is_json_whatever_broke(lines, tmp_path):
 
     data = json.loads((tmp_path / "arena.json").read_text(), parse_constant=refuse)
     assert set(data["lines"]) == {name.replace("_", "-") for name in lines}
+
+
+# ---------------------------------------------------------------------- what was run
+
+
+def test_the_table_in_the_docs_is_that_of_the_results():
+    found = read_arena(ROOT / "results" / "arena-laptop")
+    default, best = (summary(found, which).set_index("label") for which in ("default", "best"))
+    text = (ROOT / "docs" / "arena.md").read_text().split("## The laptop's arena, three seeds")[1].split("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
+    ]
+    assert [row[0] for row in rows[1:]] == list(default.index)
+    for label, *cells in rows[1:]:
+        one, other = default.loc[label], best.loc[label]
+        losses = [value / math.log(2) for value in (one.loss, one.area, other.loss, other.area)]
+        assert [cells[i] for i in (1, 2, 8, 9)] == [f"{value:.3f}" for value in losses]
+        assert [cells[0], cells[7]] == [f"{row.strength:g}" if row.strength else "" for row in (one, other)]
+        numbers = [f"{one.trains_to:g}", f"{one.holds_to:g}", f"{one.max_logit:.0f}", f"{one.entropy:.2f}"]
+        assert [*cells[3:7], cells[10]] == [*numbers, f"{one.relative:.2f}"]
 
 
 # ---------------------------------------------------------------------- the command

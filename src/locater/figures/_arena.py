@@ -32,7 +32,9 @@ def against_rate(models: pd.DataFrame, title: str, unit: str) -> Drawing:
     per, name = (math.log(2), "bits a byte") if unit == "bytes" else (1.0, "nats a word")
     drawn = Figure(figsize=(10.2, 3.9), layout="constrained")
     axes = drawn.subplots(1, 3)
-    drawn.suptitle(title, fontsize=9)
+    seeds = models.seed.nunique()
+    spread = "one seed" if seeds == 1 else f"mean and range of {seeds} seeds"
+    drawn.suptitle(f"{title}; default strengths, {spread}", fontsize=9)
     lines: dict[str, Any] = {}
     broken: list[dict[float, list[Any]]] = [defaultdict(list) for _ in axes]  # by rate, the colours of those that broke
     for key, colour in _colours(models).items():

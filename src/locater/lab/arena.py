@@ -111,7 +111,7 @@ _BYTES = Config(
 
 ARENAS: dict[str, Arena] = {
     "laptop": Arena(
-        "the embedded corpus, two small layers: minutes on two cores",
+        "bytes of the embedded corpus, two Pre-LN layers",
         replace(
             _BYTES, model=replace(_BYTES.model, width=64, ffn=256, layers=2, heads=2, tokens=64), data=None, batch=8,
             steps=300, warmup=30, precision="fp32", record_every=100, probe_blocks=32,
@@ -120,13 +120,13 @@ ARENAS: dict[str, Arena] = {
         (0,),
         tuned=False,
     ),
-    "pre": Arena("enwik8, six Pre-LN layers", _BYTES, (1e-3, 3e-3, 1e-2, 3e-2, 1e-1), (0, 1, 2)),
+    "pre": Arena("bytes of enwik8, six Pre-LN layers", _BYTES, (1e-3, 3e-3, 1e-2, 3e-2, 1e-1), (0, 1, 2)),
     "post": Arena(
-        "enwik8, six Post-LN layers", replace(_BYTES, model=replace(_BYTES.model, norm="post")),
+        "bytes of enwik8, six Post-LN layers", replace(_BYTES, model=replace(_BYTES.model, norm="post")),
         (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), (0, 1, 2), tuned=False,
     ),
     "words": Arena(
-        "WikiText-2, six Pre-LN layers",
+        "words of WikiText-2, six Pre-LN layers",
         replace(_BYTES, model=replace(_BYTES.model, width=128, ffn=512, dropout=0.1), data="wikitext-2", unit="words"),
         (1e-3, 3e-3, 1e-2, 3e-2, 1e-1), (0, 1, 2), tuned=False,
     ),
