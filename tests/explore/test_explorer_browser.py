@@ -6,21 +6,13 @@ import numpy as np
 import pytest
 from explorer_page import CORRECTED, DEFAULT, EXACT, GAUSSIAN, PRINTED, SHOWN, drawn, python_rho
 
+from clicking import click_plot, eventually
 from locater import TokenProcess
 from locater.theory import entropy_lower_bound, moments, normal_spectrum
 from timing import least
 
 pytest.importorskip("plotly", reason="no plotly: pip install 'locater[report]'")
 pytest_plugins = ["browser"]
-
-
-def eventually(page, condition):
-    """Whether a condition comes to hold within five seconds; the page's policy forbids Playwright's own way to wait."""
-    for _ in range(100):
-        if page.evaluate(condition):
-            return True
-        page.wait_for_timeout(50)
-    return False
 
 
 # ---------------------------------------------------------------------- controls
@@ -127,7 +119,8 @@ def test_a_click_on_the_plane_moves_the_spectrum_there(explorer):
     page = explorer("#d=16&T=12")
     page.evaluate("explorer.planeSettled()")
     box = page.locator("#plane .nsewdrag").bounding_box()
-    page.mouse.click(box["x"] + 0.75 * box["width"], box["y"] + 0.4 * box["height"])
+    place = (box["x"] + 0.75 * box["width"], box["y"] + 0.4 * box["height"])
+    click_plot(page, "document.getElementById('plane')", place)
     page.evaluate("explorer.settled()")
     # ξ from −4 to 4, log₁₀ η from 2 at the top to −3; a cell is 1/128 wide and 1/96 high
     assert float(page.locator("#xi-value").inner_text()) == pytest.approx(2, abs=8 / 128)

@@ -10,6 +10,7 @@ import pytest
 from report_inputs import rho_at, spectrum, write_log, write_measurement, write_scan, write_sweep
 from test_report import hostile_files
 
+from clicking import click_plot
 from locater.report import report
 from timing import least
 
@@ -80,10 +81,8 @@ def place_of(page, caption, module, head):
     )
 
 
-def click_cell(page, *cell):
-    place = place_of(page, *cell)
-    page.mouse.move(*place)
-    page.mouse.click(*place)
+def click_cell(page, caption, *cell):
+    click_plot(page, f"({FIGURE})({json.dumps(caption)})", place_of(page, caption, *cell))
 
 
 # ---------------------------------------------------------------------- a sweep
