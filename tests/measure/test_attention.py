@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from locater import _triton
 from locater.errors import LocaterError
-from locater.measure import _blocks, _kernels, attention, attention_statistics, signal_propagation
+from locater.measure import _blocks, _kernels, _logits, _rows, attention_statistics, signal_propagation
 
 # ---------------------------------------------------------------------- against the materialised T × T
 
@@ -25,7 +25,7 @@ from locater.measure import _blocks, _kernels, attention, attention_statistics, 
 @given(problems(), st.integers(1, 20), st.sampled_from([1, 40, 1 << 10, 1 << 18]), st.sampled_from([1, 50, 1 << 15]))
 def test_blocks_of_any_size_in_shares_of_any_size_agree_with_the_materialised(problem, block, logits, share):
     q, k, options = problem
-    sizes = {(attention, "_BLOCK"): block, (attention, "_CPU_LOGITS"): logits, (_blocks, "SHARE"): share}
+    sizes = {(_rows, "_BLOCK"): block, (_logits, "CPU_LOGITS"): logits, (_blocks, "SHARE"): share}
     with ExitStack() as patched:
         for (module, name), size in sizes.items():
             patched.enter_context(patch.object(module, name, size))
@@ -42,7 +42,7 @@ def test_rho_of_chosen_queries_agrees_with_the_materialised(problem, data):
     q, k, options = problem
     tq = q.shape[2]
     queries = data.draw(st.lists(st.integers(-tq, tq - 1), min_size=1, max_size=4))
-    with patch.object(attention, "_CPU_LOGITS", data.draw(st.sampled_from([1, 1 << 18]))):
+    with patch.object(_logits, "CPU_LOGITS", data.draw(st.sampled_from([1, 1 << 18]))):
         rho = signal_propagation(q, k, queries=queries, **options)
     s, mask = materialised(q, k, **options), options.get("key_mask")
     own = options["causal"] or "window" in options or "alibi_slopes" in options or tq == k.shape[2]
@@ -268,7 +268,7 @@ def test_a_bias_given_in_blocks_needs_no_square(small):
         asked.append((rows.stop - rows.start) * (columns.stop - columns.start))
         return bias[:, rows, columns]
 
-    with patch.object(attention, "_BLOCK", 8):
+    with patch.object(_rows, "_BLOCK", 8):
         same(attention_statistics(q, k, bias=block), attention_statistics(q, k, bias=bias))
     assert max(asked) <= 64
     queries = [3, -2]
@@ -317,7 +317,7 @@ def test_nothing_grows_with_the_square_of_the_length_nor_keys_with_heads():
     with Largest() as largest:
         attention_statistics(q, k, window=700)
         signal_propagation(q, k, queries=[5, -1])
-    assert largest.elements == attention._CPU_LOGITS == tokens * 128  # a block, kept
+    assert largest.elements == _logits.CPU_LOGITS == tokens * 128  # a block, kept
 
 
 class Block(torch.nn.Module):

@@ -16,7 +16,7 @@ from materialised import TOLERANCE, check, check_rho, last_rows, materialised, p
 
 from interpreter import DEVICE, ON_GPU, imported_without_triton, on_gpu, passes_in_the_interpreter, runs, runs_elsewhere
 from locater import _triton
-from locater.measure import AttentionStatistics, _kernels, attention, attention_statistics
+from locater.measure import AttentionStatistics, _kernels, attention_statistics
 from locater.measure._kernels import Tiles, View, row_statistics
 
 pytest.importorskip("triton")
@@ -197,7 +197,7 @@ def test_it_is_chosen_unless_there_is_a_bias_or_a_kind_of_number_it_does_not_kno
         calls.append(given)
         return row_statistics(*given, **options)
 
-    with patch.object(attention._kernels, "row_statistics", spy):
+    with patch.object(_kernels, "row_statistics", spy):
         attention_statistics(q, k)
         assert len(calls) == 1
         attention_statistics(q, k, bias=torch.zeros(1, device=DEVICE))

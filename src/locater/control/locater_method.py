@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from contextlib import ExitStack
 
 from torch import nn
@@ -16,12 +17,26 @@ from locater.control.method import Installed, Method
 __all__ = ["DecoupledLocAteRMethod", "LocAteRMethod"]
 
 
-class LocAteRMethod(Method):
-    """`LocAteR(model, …).attach(optimizer)`, with the same settings; `remove()` detaches."""
+class _Attached(Method):
+    """A form of LocAteR, attached to the optimizer; `remove()` detaches it. One form at a time, whichever it is."""
 
     name = "LocAteR"
-    at_inference = "Nothing: the penalty acts in training only."
+    at_inference = "Nothing: it acts in training only."
     at_start = "The output is unchanged, bitwise."
+
+    @abstractmethod
+    def _regulariser(self, model: nn.Module) -> LocAteR | DecoupledLocAteR: ...
+
+    def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
+        regulariser = self._regulariser(model)
+        undo.callback(regulariser.detach)
+        regulariser.attach(self._optimizer(optimizer))
+        modules = [model.get_submodule(attention.module) for attention in regulariser.attentions]
+        return Installed(modules, measure=regulariser.measure, state=regulariser)
+
+
+class LocAteRMethod(_Attached):
+    """`LocAteR(model, …).attach(optimizer)`, with the same settings."""
 
     def __init__(
         self, *, scale_strength: float, mean_strength: float, target: float = 1.0, schedule: Schedule | None = None
@@ -31,26 +46,18 @@ class LocAteRMethod(Method):
         self.target = checked_number("target", target)
         self.schedule = schedule
 
-    def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
-        regulariser = LocAteR(
+    def _regulariser(self, model: nn.Module) -> LocAteR:
+        return LocAteR(
             model,
             scale_strength=self.scale_strength,
             mean_strength=self.mean_strength,
             target=self.target,
             schedule=self.schedule,
         )
-        undo.callback(regulariser.detach)
-        regulariser.attach(self._optimizer(optimizer))
-        modules = [model.get_submodule(attention.module) for attention in regulariser.attentions]
-        return Installed(modules, measure=regulariser.measure, state=regulariser)
 
 
-class DecoupledLocAteRMethod(Method):
-    """`DecoupledLocAteR(model, …).attach(optimizer)`, with the same settings; `remove()` detaches."""
-
-    name = "LocAteR"  # one of the two forms at a time
-    at_inference = "Nothing: it acts in training only."
-    at_start = "The output is unchanged, bitwise."
+class DecoupledLocAteRMethod(_Attached):
+    """`DecoupledLocAteR(model, …).attach(optimizer)`, with the same settings."""
 
     def __init__(
         self,
@@ -65,15 +72,11 @@ class DecoupledLocAteRMethod(Method):
         self.growing_only = growing_only
         self.schedule = schedule
 
-    def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
-        regulariser = DecoupledLocAteR(
+    def _regulariser(self, model: nn.Module) -> DecoupledLocAteR:
+        return DecoupledLocAteR(
             model,
             strength=self.strength,
             target=self.target,
             growing_only=self.growing_only,
             schedule=self.schedule,
         )
-        undo.callback(regulariser.detach)
-        regulariser.attach(self._optimizer(optimizer))
-        modules = [model.get_submodule(attention.module) for attention in regulariser.attentions]
-        return Installed(modules, measure=regulariser.measure, state=regulariser)
