@@ -180,6 +180,18 @@ def test_a_summary_says_where_a_contender_is_best_breaks_and_collapses():
     assert norm.entropy == 2.0
 
 
+def test_a_rate_that_is_too_low_to_learn_much_has_not_broken():
+    low = {1e-4: ((3.0, 3.1), 9, 3.0)}
+    found = summary(
+        models(
+            none={**low, 1e-3: ((2.0, 2.1), 30, 2.0), 1e-2: ((2.2, 2.2), 90, 1.0), 1e-1: ((9.0, 2.2), 99, 1.0)},
+            qk_norm={**low, 1e-3: ((2.5, 2.6), 9, 2.0), 1e-2: ((2.7, 2.6), 9, 2.1), 1e-1: ((2.8, 2.7), 9, 2.2)},
+        )
+    ).set_index("contender")
+    assert found.trains_to["none"] == 1e-2
+    assert math.isnan(found.trains_to["qk-norm"])  # at its best it is not within 1.2 times the best of all
+
+
 def test_a_contender_that_breaks_at_every_rate_has_no_loss_but_the_largest_area():
     found = summary(
         models(
@@ -251,21 +263,40 @@ def test_the_figures_data_is_json_whatever_broke(lines, tmp_path):
 # ---------------------------------------------------------------------- what was run
 
 
-def test_the_table_in_the_docs_is_that_of_the_results():
-    found = read_arena(ROOT / "results" / "arena-laptop")
-    default, best = (summary(found, which).set_index("label") for which in ("default", "best"))
-    text = (ROOT / "docs" / "arena.md").read_text().split("## The laptop's arena, three seeds")[1].split("\n## ")[0]
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
-    ]
-    assert [row[0] for row in rows[1:]] == list(default.index)
-    for label, *cells in rows[1:]:
-        one, other = default.loc[label], best.loc[label]
-        losses = [value / math.log(2) for value in (one.loss, one.area, other.loss, other.area)]
-        assert [cells[i] for i in (1, 2, 8, 9)] == [f"{value:.3f}" for value in losses]
-        assert [cells[0], cells[7]] == [f"{row.strength:g}" if row.strength else "" for row in (one, other)]
-        numbers = [f"{one.trains_to:g}", f"{one.holds_to:g}", f"{one.max_logit:.0f}", f"{one.entropy:.2f}"]
-        assert [*cells[3:7], cells[10]] == [*numbers, f"{one.relative:.2f}"]
+BITS = math.log(2)
+CELLS = {  # of a table in the docs, by the head of its column, from the summaries at default and at best strength
+    "strength": lambda one, _: f"{one.strength:g}" if one.strength else "",
+    "loss": lambda one, _: f"{one.loss / BITS:.3f}",
+    "area": lambda one, _: f"{one.area / BITS:.3f}",
+    "trains to": lambda one, _: f"{one.trains_to:g}",
+    "holds to": lambda one, _: f"{one.holds_to:g}",
+    "largest logit": lambda one, _: f"{one.max_logit:.0f}",
+    "lowest entropy": lambda one, _: f"{one.entropy:.2f}",
+    "rank residual": lambda one, _: f"{one.rank_residual:.2f}",
+    "tuned: strength": lambda _, best: f"{best.strength:g}" if best.strength else "",
+    "tuned: loss": lambda _, best: f"{best.loss / BITS:.3f}",
+    "tuned: area": lambda _, best: f"{best.area / BITS:.3f}",
+    "ms": lambda one, _: f"{one.milliseconds:.3f}",
+    "× none": lambda one, _: f"{one.relative:.2f}",
+    "MB": lambda one, _: f"{one.bytes / 1e6:.0f}",
+}
+
+
+@pytest.mark.parametrize("name", ["pre", "long", "post", "laptop"])
+def test_the_tables_in_the_docs_are_those_of_the_results(name):
+    models = read_arena(ROOT / "results" / f"arena-{name}")
+    default, best = (summary(models, which).set_index("label") for which in ("default", "best"))
+    (section,) = (part for part in text_of_the_docs().split("\n## ") if f"results/arena-{name})" in part)
+    table = section[section.index("\n| | ") :].split("\n\n")[0].strip().splitlines()
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert sorted(row[0] for row in rows) == sorted(default.index)
+    for label, *cells in rows:
+        found = [CELLS[column](default.loc[label], best.loc[label]) for column in head[1:]]
+        assert [label, *cells] == [label, *found]
+
+
+def text_of_the_docs():
+    return (ROOT / "docs" / "arena.md").read_text()
 
 
 # ---------------------------------------------------------------------- the command

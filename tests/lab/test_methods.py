@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from locater import QK, LocaterError
-from locater.control.stacked import decoupled_step, held_step, limited, ordinary_scale, penalty_gradient
+from locater.control.stacked import decoupled_step, ordinary_scale, penalty_gradient, seen_scale, within_limit
 from locater.lab import Config, Member, ModelConfig, Stack, load_corpus
 from locater.lab.config import METHOD_NAMES
 from locater.lab.methods import METHODS, Softcap, ZLoss
 from locater.lab.model import embed, hidden_states
 from locater.measure import max_logits
+from locater.models import Norm
 
 MODEL = ModelConfig(width=16, ffn=32, layers=2, heads=2, tokens=8, norm="pre", dropout=0.0)
 CONFIG = Config(model=MODEL, batch=6, steps=60, clip=1.0, warmup=4, final_rate=0.1, probe_blocks=8)
@@ -279,42 +280,93 @@ def test_no_pull_however_strong_carries_the_trace_past_its_target(seed, exponent
     assert (after.abs() <= before.abs() * (1 + 1e-9)).all()
 
 
-def test_a_held_step_presses_a_head_by_how_far_it_has_grown():
+def test_beside_an_ordinary_scale_a_trace_is_raised_and_not_lowered():
+    qk, step = factors(0), torch.tensor(0.01, dtype=torch.float64)
+    for target, moves in ((qk.trace() - 1, False), (qk.trace() + 1, True)):
+        found = QK(*decoupled_step(qk, step, step, target, ordinary=qk.scale()))
+        assert (found.trace() > qk.trace()).all() if moves else torch.equal(found.dense(), qk.dense())
+
+
+def test_beside_an_ordinary_scale_a_head_is_pressed_by_how_far_it_has_grown():
     qk, step = factors(0), torch.tensor(0.01, dtype=torch.float64)
     target = qk.trace()  # so that nothing pulls
     for ordinary, share in ((qk.scale(), 0.0), (qk.scale() / 1.5, 0.5), (qk.scale() / 9, 1.0)):
         expected = decoupled_step(qk, share * step, step, target)
-        for found, other in zip(held_step(qk, step, target, ordinary), expected, strict=True):
+        for found, other in zip(decoupled_step(qk, step, step, target, ordinary), expected, strict=True):
             torch.testing.assert_close(found, other)
 
 
-def test_an_ordinary_scale_is_the_first_or_that_of_logits_of_a_third_of_a_standard_deviation():
+def test_an_ordinary_scale_is_the_first_or_that_of_logits_of_a_third_of_a_standard_deviation_and_grows():
     first, width = torch.tensor([0.0, 3.0, 70.0]), 64
     assert ordinary_scale(first, width**-0.5).tolist() == [8.0, 8.0, 70.0]
+    assert ordinary_scale(first, width**-0.5, 50).tolist() == [8.0, 8.0, 70.0]
+    assert ordinary_scale(first, width**-0.5, torch.tensor(75.0)).tolist() == [12.0, 12.0, 105.0]
     random = torch.Generator().manual_seed(0)
     qk = QK(*(torch.randn(width, 256, generator=random) / 256**0.5 for _ in range(2)))  # a scale of about 64
     x, y = torch.randn(2, 4000, 256, generator=random)
     spread = (x @ qk.dense() * y).sum(1).std() / width**0.5
-    assert float(spread / (qk.scale() / 8).sqrt()) == pytest.approx(8**-0.5, rel=0.05)
+    assert float(spread * (8 / qk.scale()).sqrt()) == pytest.approx(8**-0.5, rel=0.05)
 
 
-def test_what_is_limited_has_at_most_the_scale_and_is_otherwise_as_it_was():
-    qk = factors(0)
-    for most in (0.3 * qk.scale(), 2 * qk.scale()):
-        found = QK(*limited(qk, most / 4))
-        torch.testing.assert_close(found.scale(), torch.minimum(most, qk.scale()))
-        ratio = (found.scale() / qk.scale()).sqrt()[:, None, None]
-        torch.testing.assert_close(found.dense(), ratio * qk.dense())
-        torch.testing.assert_close(found.w_q / qk.w_q, found.w_k / qk.w_k)
+@pytest.mark.parametrize("turning", [False, True])
+@pytest.mark.parametrize("centred", [False, True])
+def test_the_scale_that_tokens_meet_is_the_variance_of_what_a_head_compares(centred, turning):
+    """E[(q · k)²] of independent tokens, made by the norm and the projections themselves; what all keys share is left
+    out where nothing turns them."""
+    random = torch.Generator().manual_seed(0)
+    width, tokens = 24, 200_000
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    norm = Norm(1 + 0.5 * draw(width), 0.0, centred=centred, bias=draw(width))
+    biases, qk = (draw(6), draw(6)), QK(draw(6, width), draw(6, width))
+    x = norm(draw(tokens, width))
+    q, k = (x @ w.T + b for w, b in zip((qk.w_q, qk.w_k), biases, strict=True))
+    k = k if turning else k - k.mean(0)
+    measured = ((q.T @ q) * (k.T @ k)).sum() / tokens**2
+    assert float(seen_scale(qk, norm, biases, turning=turning)) == pytest.approx(float(measured), rel=0.02)
+    assert float(seen_scale(qk, None, (None, None))) == pytest.approx(float(qk.scale()))
 
 
-def test_no_learning_rate_carries_a_scale_beyond_four_times_its_ordinary_one(corpus):
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("moves", [(True, True), (True, False), (False, True)])
+def test_what_is_within_the_limit_stays_and_the_rest_is_shrunk_to_it(moves, shared):
+    growth = torch.tensor([[0.5, 3.9, 4.0, 10.0, 1e6]])
+    f_q, f_k = within_limit(growth, moves=moves, shared=shared)
+    after = growth * f_q.square() * f_k.square()
+    assert (after <= 4 * (1 + 1e-6)).all()
+    if not shared or moves[0]:
+        torch.testing.assert_close(after, growth.clamp(max=4.0))
+    assert moves[0] or torch.equal(f_q, torch.ones_like(f_q))
+    assert moves[1] or torch.equal(f_k, torch.ones_like(f_k))
+    assert within_limit(growth, hold=0.0)[0].tolist() == [[1.0] * 5]  # lets go
+
+
+def test_no_learning_rate_carries_a_scale_or_a_logit_beyond_its_limit(corpus):
+    """The scale that tokens meet is at most four times the ordinary one; and as it is a squared Frobenius norm, and a
+    token that LayerNorm has divided is √D long, no logit differs from another of its query by more than twice
+    √(4 ordinary · D (D + 1) / K)."""
     stack = stack_of("locater-auto", corpus, Member("wild", learning_rate=1.0, strength=3.0))
-    first, width = stack.method.state()["first"].clone(), stack.config.model.head_width
-    for _ in range(10):
+    width, d = stack.config.model.head_width, stack.config.model.width
+    ordinary = ordinary_scale(stack.method.state()["first"][0, ..., 1].clone(), width**-0.5)  # (L, H)
+    most = (4 * ordinary * d * (d + 1) / width).sqrt()
+    reached = torch.zeros_like(most)
+    for step in range(10):
         stack.advance()
-        scale = torch.tensor(stack.measure()[0]["scale"])
-        assert (scale <= 4 * ordinary_scale(first[0], width**-0.5) * (1 + 1e-4)).all()
+        values = stack.body(stack.segments["body"].value)
+        for layer, (q, k) in enumerate(seen(stack, step)):
+            at = f"layers.{layer}."
+            w_q, w_k, _ = values[at + "qkv.weight"][0].unflatten(0, (3, 2, -1)).unbind(0)
+            b_q, b_k, _ = values[at + "qkv.bias"][0].unflatten(0, (3, 2, -1)).unbind(0)
+            norm = Norm(values[at + "attention_norm.weight"][0], 0.0, True, values[at + "attention_norm.bias"][0])
+            scale = seen_scale(QK(w_q, w_k), norm, (b_q, b_k))
+            assert (scale <= 4 * ordinary[layer] * (1 + 1e-4)).all()
+            logits = q @ k.mT / width**0.5
+            spread = (logits.amax(-1) - logits.amin(-1)).amax((0, 1, 3))  # over batch and queries, a head
+            assert (spread <= 2 * most[layer] * (1 + 1e-4)).all()
+            reached[layer] = torch.maximum(reached[layer], spread)
+    assert (reached > 0.1 * most).any()  # the limit is not far from where they went
 
 
 def test_auto_holds_what_runs_away_without_it(corpus):

@@ -7,7 +7,7 @@ layer and step. Beside it, a step is learning rate × strength and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -19,10 +19,10 @@ from locater.control._clock import Clock, Clocked, Schedule
 from locater.control._closed_form import projections, shapes
 from locater.control._dense import gathered, is_sharded
 from locater.control._numbers import checked_number, checked_strength
-from locater.control._parameters import HeldBy, spread, unwrapped
-from locater.control.stacked import decoupled_step, held_step, limited, ordinary_scale
+from locater.control._parameters import HeldBy, scale_, spread, unwrapped
+from locater.control.stacked import decoupled_step, ordinary_scale, seen_scale, within_limit
 from locater.errors import LocaterError
-from locater.models import Attention, Projection, attentions
+from locater.models import Attention, Norm, Projection, attentions
 from locater.qk import QK
 
 __all__ = ["DecoupledLocAteR"]
@@ -34,18 +34,22 @@ _STACK_BYTES = 64 << 20  # modules up to this size are worked on together: small
 
 
 class DecoupledLocAteR(Clocked):
-    """Holds the trace of every W_QK of `model`, and the scale of those that grow; no strength has to be chosen.
+    """Raises the trace of every W_QK of `model`, and holds the scale of those that grow; no strength has to be chosen.
 
     After each step of the optimizer, W_Q and W_K of every head make a step of learning rate × strength down
 
         share · tr(W_QKᵀW_QK) + (tr W_QK − target)²
 
-    `share` is 0 while a head's scale is ordinary: at most what it was when this was made, or, where that was small, at
-    most d_head / 8 (a logit's standard deviation of 0.35 between independent tokens). It is 1 from twice the ordinary
-    scale on: where nothing grows, nothing is pressed; and no scale goes beyond four times the ordinary, whatever the
-    learning rate does. With `growing_only=False` share is 1 and there is no such end. `target`, 2 / (the logits' scale)
-    unless given, is where the theory has tokens begin to localise: tr W_QK = 2 √d_head. `schedule`, if given,
-    multiplies the strength: a function of the number of steps taken, to let go at the end (at 0 nothing is done).
+    `share` is 0 while a head's scale is ordinary: at most what it was when this was made (or d_head / 8 if that is
+    more, a logit's standard deviation of 0.35 between independent tokens), times step / 50 from the 50th step on, for
+    heads that learn do grow. It is 1 from twice the ordinary scale on: where nothing grows abruptly, nothing is
+    pressed; and no scale goes beyond four times the ordinary, whatever the learning rate does. For that limit, the
+    scale is the one that tokens meet, with the gain and shift of the norm before attention, where the registry knows
+    one, and the queries' bias in it; W_Q, W_K and their biases are shrunk. `target`, 2 / (the logits' scale) unless
+    given, is where the theory has tokens begin to localise, tr W_QK = 2 √d_head; a trace above it is left alone. With
+    `growing_only=False` share is 1, there is no such limit, and a trace is lowered to its target, too. `schedule`, if
+    given, multiplies the strength: a function of the number of steps taken, to let go at the end (at 0 nothing is
+    done).
 
     Frozen parameters stay as they are; nothing is left at inference. Parameters in half precision round small steps
     away, as they do an optimizer's.
@@ -71,15 +75,23 @@ class DecoupledLocAteR(Clocked):
         if joint:
             raise LocaterError(f"{joint[0]} trains W_QK itself, not its factors: use LocAteR")
         self._tensors = [projection.tensor for attention in self.attentions for projection in projections(attention)]
-        self._first = {attention.module: _whole(attention).scale() for attention in self.attentions}
+        self._biases = [
+            bias
+            for attention in self.attentions
+            for projection in projections(attention)
+            if (bias := projection.bias_tensor) is not None
+        ]
+        # (G, R, 2)
+        self._first = {attention.module: _Heads.of([attention]).scales()[0] for attention in self.attentions}
         self._known_groups: dict[RateOf, tuple[list[Any], list[_Group]]] = {}
         self._handles: dict[int, RemovableHandle] = {}
 
     # ------------------------------------------------------------------ a step
 
     def step_(self, learning_rate: Rate) -> None:
-        """One step on every head."""
+        """One step on every head; not for one that is attached."""
         self._act([learning_rate], _the_only)
+        self.step += 1
 
     @torch.no_grad()
     def _act(self, rates: Sequence[Rate], rate_of: RateOf) -> None:
@@ -92,7 +104,7 @@ class DecoupledLocAteR(Clocked):
 
     def _groups(self, rate_of: RateOf) -> list[_Group]:
         """Found again only when a parameter has changed."""
-        state = [(t.requires_grad, t.dtype, t.device, rate_of(t)) for t in self._tensors]
+        state = [(t.requires_grad, t.dtype, t.device, rate_of(t)) for t in (*self._tensors, *self._biases)]
         known = self._known_groups.get(rate_of)
         if known is None or known[0] != state:
             known = self._known_groups[rate_of] = (state, self._find_groups(rate_of))
@@ -102,13 +114,19 @@ class DecoupledLocAteR(Clocked):
         """Modules of one shape with something to move, up to a size; one that shares a parameter is alone."""
         kinds: dict[Any, _Group] = {}
         for attention in self.attentions:
-            tensors = [projection.tensor for projection in projections(attention)]
+            parts = projections(attention)
+            tensors = [part.tensor for part in parts]
             rates = [rate_of(tensor) if tensor.requires_grad else None for tensor in tensors]
             if rates == [None, None]:
                 continue
+            biases = [part.bias_tensor for part in parts]
+            moved = [bias is not None and bias.requires_grad and rate_of(bias) is not None for bias in biases]
             alone = attention.module if is_sharded(tensors[0]) else ""
-            kind = (shapes(attention), tensors[0].dtype, tensors[0].device, attention.scale, *rates, alone)
-            kinds.setdefault(kind, _Group([], (rates[0], rates[1]))).members.append(attention)
+            kind = (
+                shapes(attention), tensors[0].dtype, tensors[0].device, attention.scale, *rates, *moved, alone,
+                *(bias is None for bias in biases), _kind(attention.input_norm), attention.rope is None,
+            )  # fmt: skip
+            kinds.setdefault(kind, _Group([], (rates[0], rates[1]), (moved[0], moved[1]))).members.append(attention)
         found = []
         for group in kinds.values():
             bytes_each = sum(projection.weight.numel() * 4 for projection in projections(group.members[0]))
@@ -116,7 +134,7 @@ class DecoupledLocAteR(Clocked):
             tied = len(set().union(*ids)) < sum(map(len, ids))
             count = 1 if tied else max(1, _STACK_BYTES // (2 * bytes_each))
             starts = range(0, len(group.members), count)
-            found += [_Group(group.members[start : start + count], group.rates) for start in starts]
+            found += [replace(group, members=group.members[start : start + count]) for start in starts]
         return found
 
     def _step_together(self, group: _Group, rates: Sequence[Rate | None], factor: float) -> None:
@@ -124,31 +142,34 @@ class DecoupledLocAteR(Clocked):
         if not any(moves):
             return
         members = group.members
-        wholes = [_whole(member) for member in members]
-        wide = torch.promote_types(wholes[0].w_q.dtype, torch.float32)
-        w_q, w_k = (torch.stack([getattr(qk, name) for qk in wholes]).to(wide) for name in ("w_q", "w_k"))
-        old = QK(w_q, w_k)  # (S, G, R, K, D) and (S, G, 1, K, D)
-        each = [torch.zeros(1, 1, 1, dtype=wide, device=w_q.device) + (0.0 if rate is None else rate) for rate in rates]
+        heads = _Heads.of(members)
+        old = heads.qk
+        w_q, w_k = old.w_q, old.w_k
+        each = [old.w_q.new_zeros(1, 1, 1) + (0.0 if rate is None else rate) for rate in rates]
         rate = torch.maximum(*each)  # one factor's may be smaller
         step = rate * self.strength * factor
         target = torch.full_like(step, 2 / members[0].scale if self.target is None else self.target)
+        ordinary = None
         if self.growing_only:
-            first = torch.stack([self._first[member.module].to(w_q.device, wide) for member in members])
-            ordinary = ordinary_scale(first, members[0].scale)
-            new = held_step(old, step, target, ordinary)
-        else:
-            new = decoupled_step(old, step, step, target)
+            first = torch.stack([self._first[member.module].to(w_q) for member in members])
+            ordinary, ordinary_seen = ordinary_scale(first, members[0].scale, self.step + 1).unbind(-1)
+        new = decoupled_step(old, step, step, target, ordinary)
         if group.rates[0] != group.rates[1]:
             parts = [torch.where(rate > 0, own / rate, 0.0)[..., None, None] for own in each]
             new = (w_q.lerp(new[0], parts[0]), w_k.lerp(new[1], parts[1]))
+        factors = None
         if self.growing_only:
-            new = limited(QK(*new), ordinary, min(factor, 1.0), (moves[0], moves[1]))
+            growth = heads.seen(QK(*new)) / ordinary_seen
+            shared = w_k.shape[-3] < w_q.shape[-3]
+            factors = within_limit(growth, min(factor, 1.0), (moves[0], moves[1]), shared=shared)
+            new = (new[0] * factors[0][..., None, None], new[1] * factors[1][..., None, None])
         for i, member in enumerate(members):
-            assert member.query is not None
-            written = ((member.query, w_q, new[0]), (member.key, w_k, new[1]))
-            for moved, (projection, before, after) in zip(moves, written, strict=True):
-                if moved:
-                    _set(projection, before[i], after[i])
+            for part, projection in enumerate(projections(member)):
+                if moves[part]:
+                    _set(projection, (w_q, w_k)[part][i], new[part][i])
+                if moves[part] and group.biases[part] and factors is not None:
+                    assert projection.bias_tensor is not None
+                    scale_(projection.bias_tensor, projection.bias_view, factors[part][i][..., None])
 
     # ------------------------------------------------------------------ at work in a training loop
 
@@ -182,14 +203,17 @@ class DecoupledLocAteR(Clocked):
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """Trace, scale, and growth beyond the ordinary scale, averaged over the heads of each module: for logs."""
+        """Trace, scale and growth, averaged over the heads of each module: for logs.
+
+        Growth is in units of the ordinary scale, W_QK's or that which tokens meet, whichever has grown more.
+        """
         values = {}
         for attention in self.attentions:
-            qk = _whole(attention)
-            values[f"{attention.module}/trace"] = float(qk.trace().mean())
-            values[f"{attention.module}/scale"] = float(qk.scale().mean())
-            ordinary = ordinary_scale(self._first[attention.module].to(qk.w_q.device), attention.scale)
-            values[f"{attention.module}/growth"] = float((qk.scale() / ordinary).mean())
+            heads = _Heads.of([attention])
+            values[f"{attention.module}/trace"] = float(heads.qk.trace().mean())
+            values[f"{attention.module}/scale"] = float(heads.qk.scale().mean())
+            ordinary = ordinary_scale(self._first[attention.module].to(heads.qk.w_q), attention.scale, self.step)
+            values[f"{attention.module}/growth"] = float((heads.scales()[0] / ordinary).amax(-1).mean())
         return values
 
     def state_dict(self) -> dict[str, Any]:
@@ -231,20 +255,57 @@ def _the_only(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class _Group:
-    """Modules that are worked on together; at which of the rates W_Q and W_K move, None where they do not."""
+    """Modules that are worked on together; at which of the rates W_Q and W_K move, None where they do not; and whether
+    their biases may."""
 
     members: list[Attention]
     rates: tuple[int | None, int | None]
+    biases: tuple[bool, bool]
 
 
-@torch.no_grad()
-def _whole(attention: Attention) -> QK:
-    """W_Q (G, R, K, D) and W_K (G, 1, K, D), of sharded parameters too; half precision as float32."""
-    parts = []
-    for projection in projections(attention):
-        weight = projection.view(gathered(projection.tensor.detach()))
-        parts.append(weight.float() if weight.dtype in (torch.bfloat16, torch.float16) else weight)
-    return QK(*parts)
+@dataclass(frozen=True)
+class _Heads:
+    """The heads of modules of one shape as they are now, of sharded parameters too, in float32 at least."""
+
+    qk: QK  # (S, G, R, K, D) and (S, G, 1, K, D)
+    biases: tuple[Tensor | None, Tensor | None]  # (S, G, R or 1, K)
+    norm: Norm | None  # before them, (S, 1, 1, 1, D)
+    turning: bool  # rotary
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, members: Sequence[Attention]) -> _Heads:
+        def stacked(tensors: Sequence[Tensor]) -> Tensor:
+            whole = torch.stack([gathered(tensor.detach()) for tensor in tensors])
+            return whole.to(torch.promote_types(whole.dtype, torch.float32))
+
+        def part(i: int) -> tuple[Tensor, Tensor | None]:
+            """Of W_Q or W_K, which may be rows of one tensor."""
+            own = [projections(member)[i] for member in members]
+            weight = stacked([one.view(gathered(one.tensor.detach())) for one in own])
+            biases = [one.bias_view(gathered(t.detach())) for one in own if (t := one.bias_tensor) is not None]
+            return weight, stacked(biases) if biases else None
+
+        (w_q, b_q), (w_k, b_k) = part(0), part(1)
+        norms = [norm for member in members if (norm := member.input_norm) is not None]
+        norm = None
+        if norms:
+            gains, shifts = [[getattr(one, name) for one in norms] for name in ("gain", "bias")]
+            gain, shift = (None if x[0] is None else stacked(x)[:, None, None, None] for x in (gains, shifts))
+            norm = Norm(gain, norms[0].eps, norms[0].centred, shift)
+        return cls(QK(w_q, w_k), (b_q, b_k), norm, members[0].rope is not None)
+
+    def seen(self, qk: QK) -> Tensor:
+        """The scale of these weights (S, G, R) as tokens meet it."""
+        return seen_scale(qk, self.norm, self.biases, turning=self.turning)
+
+    def scales(self) -> Tensor:
+        """(S, G, R, 2): W_QK's own, and as tokens meet it."""
+        return torch.stack([self.qk.scale(), self.seen(self.qk)], dim=-1)
+
+
+def _kind(norm: Norm | None) -> tuple[bool, ...]:
+    return () if norm is None else (norm.centred, norm.stored is None, norm.bias is None)
 
 
 def _set(projection: Projection, old: Tensor, new: Tensor) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from locater.models.attention import Norm
 from locater.qk import QK
 
-__all__ = ["decoupled_step", "held_step", "limited", "ordinary_scale", "penalty_gradient"]
+__all__ = ["decoupled_step", "ordinary_scale", "penalty_gradient", "seen_scale", "within_limit"]
 
 _GROWTH = 4.0  # times its ordinary scale is the most that a head may have
+_UPDATES = 50  # in which an ordinary scale grows by what it was at first
 
 
 def penalty_gradient(qk: QK, scale_strength: Tensor, mean_strength: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,8 +25,13 @@ def penalty_gradient(qk: QK, scale_strength: Tensor, mean_strength: Tensor, targ
     return scale * (w_k @ w_k.mT) @ w_q + pull * w_k, scale * (w_q @ w_q.mT) @ w_k + pull * w_q
 
 
-def decoupled_step(qk: QK, scale_step: Tensor, mean_step: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def decoupled_step(
+    qk: QK, scale_step: Tensor, mean_step: Tensor, target: Tensor, ordinary: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """W_Q and W_K after one step down the penalty, beside an optimizer's own as AdamW's decay is beside Adam's.
+
+    Where an ordinary scale is given, a scale is pressed by how far it has grown, not at all up to that, fully from
+    twice that on; and a trace is raised to its target, but not lowered.
 
     A step is a learning rate times a strength. Each part is divided by 1 + the step times its own largest possible
     curvature: small steps are the gradient's, and no step, however large, goes past the minimum along any direction
@@ -36,7 +43,10 @@ def decoupled_step(qk: QK, scale_step: Tensor, mean_step: Tensor, target: Tensor
     """
     w_q, w_k = qk.w_q, qk.w_k
     shared = w_k.shape[-3] < w_q.shape[-3] if w_k.ndim > 2 else False
-    gram_q, gram_k = w_q @ w_q.mT, w_k @ w_k.mT
+    gram_q, gram_k, trace = w_q @ w_q.mT, w_k @ w_k.mT, qk.trace()
+    if ordinary is not None:
+        scale_step = scale_step * ((gram_q * gram_k).sum((-2, -1)) / ordinary - 1).clamp(0, 1)
+        target = torch.maximum(target, trace)
 
     def together(x: Tensor, dim: int) -> Tensor:
         """Summed over the query heads of a key."""
@@ -52,9 +62,12 @@ def decoupled_step(qk: QK, scale_step: Tensor, mean_step: Tensor, target: Tensor
     if shared:
         largest = largest.amax(-1, keepdim=True)
     shrink = (2 * scale_step / (1 + 2 * largest))[..., None, None]
-    pull = _pull(qk.trace(), target, mean_step, together(squares_q, -1), squares_k)[..., None, None]
-    new_q = w_q - shrink * (gram_k @ w_q) - pull * w_k
-    return new_q, w_k - together(shrink * gram_q, -3) @ w_k - together(pull * w_q, -3)
+    pull = _pull(trace, target, mean_step, together(squares_q, -1), squares_k)[..., None, None]
+    # matrices of a weight's size are read and written as seldom as may be; 1 − shrink · gram in one product would round
+    # the weights themselves where products are TF32
+    new_q = w_q - torch.addcmul((shrink * gram_k) @ w_q, pull, w_k)
+    down_k = together(shrink * gram_q, -3) @ w_k
+    return new_q, w_k - (down_k + together(pull * w_q, -3) if shared else torch.addcmul(down_k, pull, w_q))
 
 
 def _pull(trace: Tensor, target: Tensor, step: Tensor, squares_q: Tensor, squares_k: Tensor) -> Tensor:
@@ -73,32 +86,52 @@ def _pull(trace: Tensor, target: Tensor, step: Tensor, squares_q: Tensor, square
 # ---------------------------------------------------------------------- where growth is held
 
 
-def ordinary_scale(first: Tensor, logit_scale: float) -> Tensor:
-    """tr(W_QKᵀW_QK) beyond which a head has grown: what it was at first, or, where that was small, d_head / 8.
+def seen_scale(
+    qk: QK, norm: Norm | None, biases: tuple[Tensor | None, Tensor | None], *, turning: bool = False
+) -> Tensor:
+    """The variance of q·k between independent tokens whose coordinates have unit variance where the norm scales them:
+    tr(W_QKᵀW_QK), but for the norm before attention and the biases (…, K).
 
-    There, logits between independent tokens have a standard deviation of 0.35; a customary start is at twice that.
+    The norm's gain is trained too, and may grow where W_QK does not: it is folded in. What all queries have in common,
+    a bias and the norm's shift, is compared with every key. What all keys have in common moves all logits of a query
+    alike, which a softmax does not see, unless keys are `turning` with their position.
     """
-    return first.clamp(min=1 / (8 * logit_scale**2))
+    grams = []
+    for w, bias, matters in ((qk.w_q, biases[0], True), (qk.w_k, biases[1], turning)):
+        folded = w if norm is None else norm.fold(w)
+        gram = folded @ folded.mT
+        if norm is not None and norm.centred:  # D coordinates of mean 0 are D long in D − 1 dimensions
+            gram = gram * (w.shape[-1] / max(1, w.shape[-1] - 1))
+        shift = None if norm is None else norm.bias
+        if matters and not (bias is None and shift is None):
+            common = torch.zeros_like(w[..., :1]) if bias is None else bias[..., None]  # (…, K, 1)
+            common = common if shift is None else common + w @ torch.atleast_2d(shift).mT
+            gram = gram + common * common.mT
+        grams.append(gram)
+    return (grams[0] * grams[1]).sum((-2, -1))
 
 
-def held_step(qk: QK, step: Tensor, target: Tensor, ordinary: Tensor) -> tuple[Tensor, Tensor]:
-    """`decoupled_step` that presses a scale by how far it has grown: not at all up to its ordinary size, fully from
-    twice that on."""
-    grown = (qk.scale() / ordinary - 1).clamp(0, 1)
-    return decoupled_step(qk, step * grown, step, target)
+def ordinary_scale(first: Tensor, logit_scale: float, update: Tensor | int = 0) -> Tensor:
+    """The scale beyond which a head has grown too fast: what it was at first, or d_head / 8 if that is more, and from
+    the 50th update on that times update / 50.
+
+    At d_head / 8, logits between independent tokens have a standard deviation of 0.35; a customary start has 0.5 to 1.
+    Heads of a model that learns well grow for as long as it learns; it is abrupt growth that is to be held.
+    """
+    return first.clamp(min=1 / (8 * logit_scale**2)) * torch.as_tensor(update / _UPDATES).clamp(min=1)
 
 
-def limited(
-    qk: QK, ordinary: Tensor, hold: Tensor | float = 1.0, moves: tuple[bool, bool] = (True, True)
+def within_limit(
+    growth: Tensor, hold: Tensor | float = 1.0, moves: tuple[bool, bool] = (True, True), *, shared: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """W_Q and W_K with a scale of at most four times the ordinary, divided by `hold`, which goes to 0 to let go.
+    """What queries and keys of every head are to be multiplied by, so that no scale is beyond four times the ordinary.
 
-    What is to be shrunk is shared by the factors that may move, but where heads share a key it is W_Q's alone.
+    That limit is divided by `hold`, which goes to 0 to let go. What is to be shrunk is divided between the factors that
+    may move, but where heads share a key it is the queries' alone.
     """
-    ratio = (_GROWTH * ordinary / (hold * qk.scale())).clamp(max=1)[..., None, None]
-    shared = qk.w_k.ndim > 2 and qk.w_k.shape[-3] < qk.w_q.shape[-3]
+    ratio = (_GROWTH / (hold * growth)).clamp(max=1)
     if moves == (True, True) and not shared:
-        return ratio**0.25 * qk.w_q, ratio**0.25 * qk.w_k
+        return ratio**0.25, ratio**0.25
     if moves[0]:
-        return ratio.sqrt() * qk.w_q, qk.w_k
-    return qk.w_q, (ratio.amin(-3, keepdim=True) if shared else ratio).sqrt() * qk.w_k
+        return ratio.sqrt(), torch.ones_like(ratio[..., :1] if shared else ratio)
+    return torch.ones_like(ratio), (ratio.amin(-1, keepdim=True) if shared else ratio).sqrt()

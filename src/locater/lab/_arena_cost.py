@@ -67,11 +67,17 @@ def time_contenders(
 def _timed(
     entries: Mapping[str, tuple[Config, Member]], corpus: Corpus, device: torch.device, models: int
 ) -> dict[str, Any]:
-    stacks, found = {}, {}
-    for name, (config, member) in entries.items():
+    def stacked(config: Config, member: Member) -> Stack:
         members = [replace(member, name=f"timed-{i}") for i in range(models)]
+        return Stack(config, members, _short(corpus, config), device)
+
+    if device.type == "cuda":  # what libraries allocate once for all is not the first contender's
+        _seconds(stacked(*next(iter(entries.values()))), _WARM["cuda"])
+        _tidy(device)
+    stacks, found = {}, {}
+    for name, entry in entries.items():
         before = _allocated(device)
-        stacks[name] = Stack(config, members, _short(corpus, config), device)
+        stacks[name] = stacked(*entry)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         _seconds(stacks[name], _WARM.get(device.type, 2))

@@ -261,9 +261,9 @@ def summary(models: pd.DataFrame, strength: str = "default") -> pd.DataFrame:
     """A row a contender, over seeds, at its default strength or at its "best": that of the lowest area.
 
     loss: the lowest mean of all learning rates where every seed has one; area: the mean over the learning rates of the
-    loss, the worst finite one of all where there is none; trains_to: the largest learning rate up to which no seed
-    breaks (TRAINS_WITHIN); holds_to: up to which no seed's attention collapses; max_logit and entropy: the worst up to
-    trains_to. NaN is none.
+    loss, the worst finite one of all where there is none; trains_to: the largest learning rate up to which, from the
+    best one on, no seed breaks (TRAINS_WITHIN); holds_to: up to which no seed's attention collapses; max_logit and
+    entropy: the worst up to trains_to. NaN is none.
     """
     import pandas as pd
 
@@ -306,7 +306,9 @@ def _line(part: pd.DataFrame, best: float, worst: float) -> dict[str, float]:
         float(values[0]) if len(values) else math.nan
         for values in (lowest.capped.to_numpy(), lowest.index.to_numpy(), lowest.rank_residual.to_numpy())
     )
-    trains, holds = (int(at[name].cummin().sum()) for name in ("trains", "holds"))  # how many rates, from the lowest on
+    # how many rates: one that is so low that little is learned has not broken
+    trains = int((at.trains | (at.index < best_rate)).cummin().sum()) if at.trains.get(best_rate, default=False) else 0
+    holds = int(at.holds.cummin().sum())
     return {
         "loss": loss,
         "best_rate": best_rate,

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from locater.control.stacked import decoupled_step, held_step, limited, ordinary_scale
+from locater.control.stacked import decoupled_step, ordinary_scale, seen_scale, within_limit
 from locater.lab.config import ModelConfig
 from locater.measure import max_logits
+from locater.models.attention import Norm
 from locater.qk import QK
 
 __all__ = ["METHODS", "Method", "method_of"]
@@ -322,13 +323,15 @@ class DecoupledLocAteR(Method):
 
     def after_update(self, values: Parameters, rate: Tensor, hold: Tensor) -> bool:
         w_q, w_k = _factors(values, self.config)
-        new_q, new_k = self._stepped(QK(w_q, w_k), (rate * hold * self.strength)[:, None, None], hold)
+        step = (rate * hold * self.strength)[:, None, None]
+        # products of what does not lie together would copy it each time
+        new_q, new_k = self._stepped(QK(w_q.contiguous(), w_k.contiguous()), step, values, hold)
         w_q.copy_(new_q)
         w_k.copy_(new_k)
         return True
 
-    def _stepped(self, qk: QK, step: Tensor, hold: Tensor) -> tuple[Tensor, Tensor]:
-        del hold
+    def _stepped(self, qk: QK, step: Tensor, values: Parameters, hold: Tensor) -> tuple[Tensor, Tensor]:
+        del values, hold
         nothing = torch.zeros_like(step)
         return decoupled_step(qk, step, nothing, nothing)
 
@@ -340,27 +343,46 @@ class DecoupledLocAteR(Method):
 class TracedLocAteR(DecoupledLocAteR):
     """The same, with the trace pulled as strongly to 2 √K."""
 
-    def _stepped(self, qk: QK, step: Tensor, hold: Tensor) -> tuple[Tensor, Tensor]:
-        del hold
+    def _stepped(self, qk: QK, step: Tensor, values: Parameters, hold: Tensor) -> tuple[Tensor, Tensor]:
+        del values, hold
         return decoupled_step(qk, step, step, self._target(step))
 
 
 class AutoLocAteR(DecoupledLocAteR):
-    """That too, but a head's scale is pressed only by how far it has grown, and never goes beyond a limit.
+    """That too, but a trace is only raised, a scale pressed only by how far it grew too fast, and limited.
 
     The rule of `locater.control.DecoupledLocAteR`.
     """
 
     def start(self, values: Parameters, seeds: Tensor) -> None:
         del seeds
-        self._first = QK(*_factors(values, self.config)).scale()  # (E, L, H)
+        qk = QK(*_factors(values, self.config))
+        self._first = torch.stack([qk.scale(), self._seen(qk, values)], dim=-1)  # (E, L, H, 2)
+        self._updates = torch.zeros_like(self.strength)
 
     def state(self) -> dict[str, Tensor]:
-        return {"first": self._first}
+        return {"first": self._first, "updates": self._updates}
 
-    def _stepped(self, qk: QK, step: Tensor, hold: Tensor) -> tuple[Tensor, Tensor]:
-        ordinary = ordinary_scale(self._first, self.config.head_width**-0.5)
-        return limited(QK(*held_step(qk, step, self._target(step), ordinary)), ordinary, hold)
+    def _seen(self, qk: QK, values: Parameters) -> Tensor:
+        """(E, L, H)"""
+        norm = None
+        if self.config.norm == "pre":
+            gain, shift = (
+                _all_layers(values, f"attention_norm.{part}", self.config)[:, :, None, None]  # (E, L, 1, 1, D)
+                for part in ("weight", "bias")
+            )
+            norm = Norm(gain, 0.0, centred=True, bias=shift)
+        return seen_scale(qk, norm, _biases(values, self.config))
+
+    def _stepped(self, qk: QK, step: Tensor, values: Parameters, hold: Tensor) -> tuple[Tensor, Tensor]:
+        self._updates += 1
+        update = self._updates[:, None, None, None]
+        ordinary, ordinary_seen = ordinary_scale(self._first, self.config.head_width**-0.5, update).unbind(-1)
+        new = QK(*decoupled_step(qk, step, step, self._target(step), ordinary))
+        factor, _ = within_limit(self._seen(new, values) / ordinary_seen, hold)
+        for bias in _biases(values, self.config):
+            bias *= factor[..., None]
+        return new.w_q * factor[..., None, None], new.w_k * factor[..., None, None]
 
 
 METHODS: dict[str, type[Method]] = {

@@ -74,23 +74,29 @@ class Rope:
 class Norm:
     """RMSNorm or LayerNorm with its gain, over the last dimension."""
 
-    gain: Tensor | None
+    stored: Tensor | None  # the gain, or what is added to `base` to give it
     eps: float
     centred: bool = False  # LayerNorm subtracts the mean
     bias: Tensor | None = None
+    base: float = 0.0
+
+    @property
+    def gain(self) -> Tensor | None:
+        """As it is now: what is stored may be trained."""
+        return self.stored if self.stored is None or not self.base else self.base + self.stored
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.centred:
             x = x - x.mean(-1, keepdim=True)
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        if self.gain is not None:
-            x = x * self.gain
+        if (gain := self.gain) is not None:
+            x = x * gain
         return x if self.bias is None else x + self.bias
 
     def fold(self, weight: Tensor) -> Tensor:
         """The linear part of the norm (gain, centring) folded into a weight (..., D) that follows it."""
-        if self.gain is not None:
-            weight = weight * self.gain.to(weight.dtype)
+        if (gain := self.gain) is not None:
+            weight = weight * gain.to(weight.dtype)
         return weight - weight.mean(-1, keepdim=True) if self.centred else weight
 
 

@@ -110,7 +110,8 @@ def rms_norm(site: Site, name: str, *, plus_one: bool = False) -> Norm | None:
     gain = site.optional(f"{name}.weight")
     if gain is None:
         return None
-    return Norm(1 + gain if plus_one else gain, site.setting("rms_norm_eps", "layer_norm_rms_epsilon", default=1e-6))
+    eps = site.setting("rms_norm_eps", "layer_norm_rms_epsilon", default=1e-6)
+    return Norm(gain, eps, base=1.0 if plus_one else 0.0)
 
 
 def layer_norm(site: Site, name: str, *eps: str, default: float = 1e-5) -> Norm | None:
