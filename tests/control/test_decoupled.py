@@ -132,6 +132,31 @@ def test_nothing_that_grows_carries_what_a_head_compares_beyond_four_times_its_f
         torch.testing.assert_close(compared(attention), most, rtol=0.05, atol=0.0)
 
 
+@pytest.mark.parametrize("how", ["frozen", "nobody's", "rate 0"])
+@pytest.mark.parametrize("family", ["qwen2", "gpt-neox", "gpt2"])
+def test_a_bias_that_is_not_trained_stays_and_does_not_shrink_its_weight(family, how):
+    torch.manual_seed(0)
+    model = build(family)
+    known = attentions(model)
+    biases = {id(b): b for a in known for b in (a.query.bias_tensor, a.key.bias_tensor)}.values()
+    rest = [p for p in model.parameters() if all(p is not bias for bias in biases)]
+    groups = [{"params": rest}, {"params": list(biases), "lr": 0.0 if how == "rate 0" else 1e-4}]
+    for bias in biases:
+        bias.requires_grad_(how != "frozen")
+    optimizer = torch.optim.SGD(groups[: 1 if how == "nobody's" else 2], lr=1e-4)
+    DecoupledLocAteR(model).attach(optimizer)
+    norms = [attention.query.weight.detach().norm() for attention in known]
+    for bias in biases:
+        nn.init.normal_(bias, std=5.0)
+    before = [bias.detach().clone() for bias in biases]
+    for _ in range(20):
+        optimizer.step()
+    for bias, old in zip(biases, before, strict=True):
+        assert torch.equal(bias, old)
+    for attention, norm in zip(known, norms, strict=True):
+        assert attention.query.weight.norm() > 0.9 * norm
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_queries_that_begin_at_zero_are_given_the_trace_and_stay_finite(family):
     torch.manual_seed(0)
@@ -263,6 +288,7 @@ def test_a_step_that_the_scaler_skips_moves_nothing():
     model = build("gpt2")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     DecoupledLocAteR(model).attach(optimizer)
+    grow(model, 10)  # beyond the limit
     for p in model.parameters():
         p.grad = torch.full_like(p, math.inf)
     scaler = torch.amp.GradScaler("cpu")
@@ -299,6 +325,7 @@ def test_a_resumed_run_remembers_the_first_scales():
         ({**reg.state_dict(), "first": 3}, "its modules are others"),
         ({**reg.state_dict(), "first": dict.fromkeys(reg.state_dict()["first"], "a")}, "no numbers"),
         ({**reg.state_dict(), "first": {name: [1.0] for name in reg.state_dict()["first"]}}, "has other heads"),
+        ({**reg.state_dict(), "first": {name: [[1.0]] * 4 for name in reg.state_dict()["first"]}}, "earlier version"),
         ({"step": 3}, "it lacks first, strength, target"),
         (None, "it lacks everything"),
     ):

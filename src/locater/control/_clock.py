@@ -51,7 +51,7 @@ class Clock:
     def tick(self, optimizer: Optimizer) -> None:
         """After a step of the optimizer, unless GradScaler made it skip."""
         overflow = getattr(optimizer, "found_inf", None)
-        # only a schedule has to know whether the step counts, so only then is it worth waiting for the device
+        # only a schedule has to know exactly whether the step counts, so only then is it worth waiting for the device
         if self.schedule is None or overflow is None or not bool(overflow):
             self._taken[id(optimizer)] += 1
 

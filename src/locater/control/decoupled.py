@@ -45,7 +45,8 @@ class DecoupledLocAteR(Clocked):
     heads that learn do grow. It is 1 from twice the ordinary scale on: where nothing grows abruptly, nothing is
     pressed; and no scale goes beyond four times the ordinary, whatever the learning rate does. For that limit, the
     scale is the one that tokens meet, with the gain and shift of the norm before attention, where the registry knows
-    one, and the queries' bias in it; W_Q, W_K and their biases are shrunk. `target`, 2 / (the logits' scale) unless
+    one, and the queries' bias in it; W_Q, W_K and their biases are shrunk. A bias that the optimizer does not train
+    beside its weight stays, and does not count. `target`, 2 / (the logits' scale) unless
     given, is where the theory has tokens begin to localise, tr W_QK = 2 √d_head; a trace above it is left alone. With
     `growing_only=False` share is 1, there is no such limit, and a trace is lowered to its target, too. `schedule`, if
     given, multiplies the strength: a function of the number of steps taken, to let go at the end (at 0 nothing is
@@ -100,7 +101,7 @@ class DecoupledLocAteR(Clocked):
         if factor == 0 or self.strength == 0:
             return
         for group in self._groups(rate_of):
-            self._step_together(group, [None if i is None else rates[i] for i in group.rates], factor)
+            self._step_together(group, rates, factor)
 
     def _groups(self, rate_of: RateOf) -> list[_Group]:
         """Found again only when a parameter has changed."""
@@ -120,32 +121,41 @@ class DecoupledLocAteR(Clocked):
             if rates == [None, None]:
                 continue
             biases = [part.bias_tensor for part in parts]
-            moved = [bias is not None and bias.requires_grad and rate_of(bias) is not None for bias in biases]
+            bias_rates = [rate_of(bias) if bias is not None and bias.requires_grad else None for bias in biases]
             alone = attention.module if is_sharded(tensors[0]) else ""
             kind = (
-                shapes(attention), tensors[0].dtype, tensors[0].device, attention.scale, *rates, *moved, alone,
+                shapes(attention), tensors[0].dtype, tensors[0].device, attention.scale, *rates, *bias_rates, alone,
                 *(bias is None for bias in biases), _kind(attention.input_norm), attention.rope is None,
             )  # fmt: skip
-            kinds.setdefault(kind, _Group([], (rates[0], rates[1]), (moved[0], moved[1]))).members.append(attention)
+            group = _Group([], (rates[0], rates[1]), (bias_rates[0], bias_rates[1]))
+            kinds.setdefault(kind, group).members.append(attention)
         found = []
         for group in kinds.values():
             bytes_each = sum(projection.weight.numel() * 4 for projection in projections(group.members[0]))
-            ids = [{id(projection.tensor) for projection in projections(member)} for member in group.members]
+            ids = [
+                {id(t) for one in projections(member) for t in (one.tensor, one.bias_tensor) if t is not None}
+                for member in group.members
+            ]
             tied = len(set().union(*ids)) < sum(map(len, ids))
             count = 1 if tied else max(1, _STACK_BYTES // (2 * bytes_each))
             starts = range(0, len(group.members), count)
             found += [replace(group, members=group.members[start : start + count]) for start in starts]
         return found
 
-    def _step_together(self, group: _Group, rates: Sequence[Rate | None], factor: float) -> None:
-        moves = tuple(isinstance(rate, Tensor) or bool(rate) for rate in rates)  # a rate of 0 freezes, too
+    def _step_together(self, group: _Group, rates: Sequence[Rate], factor: float) -> None:
+        own, of_biases = ([None if i is None else rates[i] for i in indices] for indices in (group.rates, group.biases))
+        moves, bias_moves = (
+            [isinstance(rate, Tensor) or bool(rate) for rate in some] for some in (own, of_biases)
+        )  # a rate of 0 freezes, too
         if not any(moves):
             return
         members = group.members
         heads = _Heads.of(members)
+        # a bias that is not shrunk with its weight would have the weight shrunk for it, and again
+        heads = heads.without_biases([weight and not bias for weight, bias in zip(moves, bias_moves, strict=True)])
         old = heads.qk
         w_q, w_k = old.w_q, old.w_k
-        each = [old.w_q.new_zeros(1, 1, 1) + (0.0 if rate is None else rate) for rate in rates]
+        each = [w_q.new_zeros(1, 1, 1) + (0.0 if rate is None else rate) for rate in own]
         rate = torch.maximum(*each)  # one factor's may be smaller
         step = rate * self.strength * factor
         target = torch.full_like(step, 2 / members[0].scale if self.target is None else self.target)
@@ -155,19 +165,20 @@ class DecoupledLocAteR(Clocked):
             ordinary, ordinary_seen = ordinary_scale(first, members[0].scale, self.step + 1).unbind(-1)
         new = decoupled_step(old, step, step, target, ordinary)
         if group.rates[0] != group.rates[1]:
-            parts = [torch.where(rate > 0, own / rate, 0.0)[..., None, None] for own in each]
+            parts = [torch.where(rate > 0, one / rate, 0.0)[..., None, None] for one in each]
             new = (w_q.lerp(new[0], parts[0]), w_k.lerp(new[1], parts[1]))
         factors = None
         if self.growing_only:
             growth = heads.seen(QK(*new)) / ordinary_seen
             shared = w_k.shape[-3] < w_q.shape[-3]
-            factors = within_limit(growth, min(factor, 1.0), (moves[0], moves[1]), shared=shared)
+            limit = within_limit(growth, min(factor, 1.0), (moves[0], moves[1]), shared=shared)
+            factors = [torch.where(rate > 0, one, 1.0) for one in limit]  # a skipped step has rates of 0 on the device
             new = (new[0] * factors[0][..., None, None], new[1] * factors[1][..., None, None])
         for i, member in enumerate(members):
             for part, projection in enumerate(projections(member)):
                 if moves[part]:
                     _set(projection, (w_q, w_k)[part][i], new[part][i])
-                if moves[part] and group.biases[part] and factors is not None:
+                if moves[part] and bias_moves[part] and factors is not None:
                     assert projection.bias_tensor is not None
                     scale_(projection.bias_tensor, projection.bias_view, factors[part][i][..., None])
 
@@ -237,6 +248,8 @@ class DecoupledLocAteR(Clocked):
         except (TypeError, ValueError):
             raise LocaterError(f"{wrong}: its first scales are no numbers") from None
         others = [name for name, value in made.items() if value.shape != self._first[name].shape]
+        if others and made[others[0]].shape == self._first[others[0]].shape[:-1]:
+            raise LocaterError(f"{wrong}: it is of an earlier version of locater; without it, first scales are today's")
         if others:
             raise LocaterError(f"{wrong}: {others[0]} has other heads")
         target = state["target"]
@@ -255,12 +268,12 @@ def _the_only(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class _Group:
-    """Modules that are worked on together; at which of the rates W_Q and W_K move, None where they do not; and whether
-    their biases may."""
+    """Modules that are worked on together; at which of the rates W_Q and W_K move, None where they do not; and their
+    biases."""
 
     members: list[Attention]
     rates: tuple[int | None, int | None]
-    biases: tuple[bool, bool]
+    biases: tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -294,6 +307,10 @@ class _Heads:
             gain, shift = (None if x[0] is None else stacked(x)[:, None, None, None] for x in (gains, shifts))
             norm = Norm(gain, norms[0].eps, norms[0].centred, shift)
         return cls(QK(w_q, w_k), (b_q, b_k), norm, members[0].rope is not None)
+
+    def without_biases(self, left_out: Sequence[bool]) -> _Heads:
+        b_q, b_k = (None if out else bias for out, bias in zip(left_out, self.biases, strict=True))
+        return replace(self, biases=(b_q, b_k))
 
     def seen(self, qk: QK) -> Tensor:
         """The scale of these weights (S, G, R) as tokens meet it."""

@@ -105,7 +105,7 @@ def seen_scale(
         shift = None if norm is None else norm.bias
         if matters and not (bias is None and shift is None):
             common = torch.zeros_like(w[..., :1]) if bias is None else bias[..., None]  # (…, K, 1)
-            common = common if shift is None else common + w @ torch.atleast_2d(shift).mT
+            common = common if shift is None else common + w @ torch.atleast_2d(shift).mT.to(w.dtype)
             gram = gram + common * common.mT
         grams.append(gram)
     return (grams[0] * grams[1]).sum((-2, -1))

@@ -307,7 +307,8 @@ def _line(part: pd.DataFrame, best: float, worst: float) -> dict[str, float]:
         for values in (lowest.capped.to_numpy(), lowest.index.to_numpy(), lowest.rank_residual.to_numpy())
     )
     # how many rates: one that is so low that little is learned has not broken
-    trains = int((at.trains | (at.index < best_rate)).cummin().sum()) if at.trains.get(best_rate, default=False) else 0
+    learned = at.trains.get(best_rate, default=False)
+    trains = int((at.trains | (at.finite & (at.index < best_rate))).cummin().sum()) if learned else 0
     holds = int(at.holds.cummin().sum())
     return {
         "loss": loss,

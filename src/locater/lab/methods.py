@@ -11,94 +11,17 @@ Legend: E stacked models, B blocks, T tokens, H heads, K head width, D width.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from locater.control.stacked import decoupled_step, ordinary_scale, seen_scale, within_limit
+from locater.lab._method import Method, Parameters
+from locater.lab._weight_methods import AutoLocAteR, DecoupledLocAteR, QKClip, QKDecay, TracedLocAteR
 from locater.lab.config import ModelConfig
-from locater.measure import max_logits
-from locater.models.attention import Norm
-from locater.qk import QK
 
 __all__ = ["METHODS", "Method", "method_of"]
-
-Parameters = Mapping[str, Tensor]
-
-
-class Method:
-    """No change at all, and what the others start from. `strength` is (E,)."""
-
-    def __init__(self, config: ModelConfig, strength: Tensor) -> None:
-        self.config, self.strength = config, strength
-
-    def start(self, values: Parameters, seeds: Tensor) -> None:
-        """Sets the parameters that the method added, and its own state, from float32 values (E, …)."""
-
-    def state(self) -> dict[str, Tensor]:
-        """What it carries from step to step."""
-        return {}
-
-    def refresh(self, values: Parameters) -> None:
-        """Before a training forward; `values` are the float32 parameters."""
-
-    def settle(self, values: Parameters) -> None:
-        """After the parameters were set to others."""
-
-    def weights(self, p: Parameters) -> Parameters:
-        """What the forward uses in place of p."""
-        return p
-
-    def compare(self, p: Parameters, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys (E, B, H, T, K) as the attention compares them."""
-        del p, layer
-        return q, k
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """(E·B, H, T, ·) from (E, B, H, T, ·)."""
-        q, k, v = (a.flatten(0, 1) for a in (q, k, v))
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-
-    def cap(self, member: int) -> float | None:
-        """Of a member's logits, for those who measure them."""
-        del member
-        return None
-
-    def after_update(self, values: Parameters, rate: Tensor, hold: Tensor) -> bool:
-        """Acts on the float32 parameters; says whether W_Q and W_K changed.
-
-        `rate` (E,) is the update's; `hold`, from 1 to 0 at the end of training, how far the method still holds.
-        """
-        del values, rate, hold
-        return False
-
-    def at_inference(self) -> Method:
-        return Method(self.config, self.strength)
-
-
-def _all_layers(p: Parameters, name: str, config: ModelConfig) -> Tensor:
-    """(E, L, …), a view: parameters of a stack lie in one tensor, every layer's as far from the one before."""
-    first, second = (p[f"layers.{i}.{name}"] for i in (0, min(1, config.layers - 1)))
-    step = second.storage_offset() - first.storage_offset()
-    return first.as_strided((len(first), config.layers, *first.shape[1:]), (first.stride(0), step, *first.stride()[1:]))
-
-
-def _factors(p: Parameters, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """W_Q and W_K (E, L, H, K, D), views."""
-    w_q, w_k, _ = _all_layers(p, "qkv.weight", config).unflatten(2, (3, config.heads, -1)).unbind(2)
-    return w_q, w_k
-
-
-def _biases(p: Parameters, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """(E, L, H, K), views."""
-    b_q, b_k, _ = _all_layers(p, "qkv.bias", config).unflatten(2, (3, config.heads, -1)).unbind(2)
-    return b_q, b_k
-
-
-# ---------------------------------------------------------------------- in the model
 
 
 class QKNorm(Method):
@@ -278,111 +201,6 @@ class _Reparam(torch.autograd.Function):
 
 
 _reparam: Any = _Reparam.apply
-
-# ---------------------------------------------------------------------- after an update
-
-
-class QKClip(Method):
-    """Heads whose largest logit S in the batch exceeded τ, the strength, have W_Q and W_K scaled by √(τ / S)."""
-
-    def start(self, values: Parameters, seeds: Tensor) -> None:
-        del values, seeds
-        shape = (len(self.strength), self.config.layers, self.config.heads)
-        self._largest = torch.zeros(shape, device=self.strength.device)
-
-    def compare(self, p: Parameters, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        del p
-        found = max_logits(q.detach().flatten(0, 1), k.detach().flatten(0, 1))  # (E·B, H)
-        self._largest[:, layer] = found.unflatten(0, (len(self.strength), -1)).amax(1)
-        return q, k
-
-    def after_update(self, values: Parameters, rate: Tensor, hold: Tensor) -> bool:
-        del rate, hold
-        most, largest = self.strength[:, None, None], self._largest
-        too_large = (largest > most) & largest.isfinite()
-        factor = torch.where(too_large, most / largest, 1.0).sqrt()  # (E, L, H)
-        for w in _factors(values, self.config):
-            w *= factor[..., None, None]
-        for b in _biases(values, self.config):
-            b *= factor[..., None]
-        return True
-
-
-class QKDecay(Method):
-    """W_Q and W_K shrink by rate · strength at each update, beside the decay that all weights have."""
-
-    def after_update(self, values: Parameters, rate: Tensor, hold: Tensor) -> bool:
-        factor = (1 - rate * hold * self.strength).clamp(min=0)[:, None, None, None, None]
-        for w in _factors(values, self.config):
-            w *= factor
-        return True
-
-
-class DecoupledLocAteR(Method):
-    """LocAteR beside the optimizer, not through it: a step of rate · strength down tr(W_QKᵀW_QK)."""
-
-    def after_update(self, values: Parameters, rate: Tensor, hold: Tensor) -> bool:
-        w_q, w_k = _factors(values, self.config)
-        step = (rate * hold * self.strength)[:, None, None]
-        # products of what does not lie together would copy it each time
-        new_q, new_k = self._stepped(QK(w_q.contiguous(), w_k.contiguous()), step, values, hold)
-        w_q.copy_(new_q)
-        w_k.copy_(new_k)
-        return True
-
-    def _stepped(self, qk: QK, step: Tensor, values: Parameters, hold: Tensor) -> tuple[Tensor, Tensor]:
-        del values, hold
-        nothing = torch.zeros_like(step)
-        return decoupled_step(qk, step, nothing, nothing)
-
-    def _target(self, like: Tensor) -> Tensor:
-        """Of the trace: where the theory has tokens begin to localise."""
-        return torch.full_like(like, 2 * math.sqrt(self.config.head_width))
-
-
-class TracedLocAteR(DecoupledLocAteR):
-    """The same, with the trace pulled as strongly to 2 √K."""
-
-    def _stepped(self, qk: QK, step: Tensor, values: Parameters, hold: Tensor) -> tuple[Tensor, Tensor]:
-        del values, hold
-        return decoupled_step(qk, step, step, self._target(step))
-
-
-class AutoLocAteR(DecoupledLocAteR):
-    """That too, but a trace is only raised, a scale pressed only by how far it grew too fast, and limited.
-
-    The rule of `locater.control.DecoupledLocAteR`.
-    """
-
-    def start(self, values: Parameters, seeds: Tensor) -> None:
-        del seeds
-        qk = QK(*_factors(values, self.config))
-        self._first = torch.stack([qk.scale(), self._seen(qk, values)], dim=-1)  # (E, L, H, 2)
-        self._updates = torch.zeros_like(self.strength)
-
-    def state(self) -> dict[str, Tensor]:
-        return {"first": self._first, "updates": self._updates}
-
-    def _seen(self, qk: QK, values: Parameters) -> Tensor:
-        """(E, L, H)"""
-        norm = None
-        if self.config.norm == "pre":
-            gain, shift = (
-                _all_layers(values, f"attention_norm.{part}", self.config)[:, :, None, None]  # (E, L, 1, 1, D)
-                for part in ("weight", "bias")
-            )
-            norm = Norm(gain, 0.0, centred=True, bias=shift)
-        return seen_scale(qk, norm, _biases(values, self.config))
-
-    def _stepped(self, qk: QK, step: Tensor, values: Parameters, hold: Tensor) -> tuple[Tensor, Tensor]:
-        self._updates += 1
-        update = self._updates[:, None, None, None]
-        ordinary, ordinary_seen = ordinary_scale(self._first, self.config.head_width**-0.5, update).unbind(-1)
-        new = QK(*decoupled_step(qk, step, step, self._target(step), ordinary))
-        factor, _ = within_limit(self._seen(new, values) / ordinary_seen, hold)
-        for bias in _biases(values, self.config):
-            bias *= factor[..., None]
-        return new.w_q * factor[..., None, None], new.w_k * factor[..., None, None]
 
 
 METHODS: dict[str, type[Method]] = {
