@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from locater import _terminal as terminal
-from locater._lab_commands import DataOption, DeviceOption, StepsOption, watching
+from locater._lab_commands import DataOption, DeviceOption, SetOption, StepsOption, changed, watching
 from locater._terminal import JsonOption
 from locater.errors import LocaterError
 
@@ -27,7 +27,9 @@ def register(app: typer.Typer) -> None:
 
 
 def arena_command(
-    name: Annotated[str, typer.Argument(metavar="ARENA", help="laptop, or on a GPU pre, post, words.")] = "laptop",
+    name: Annotated[
+        str, typer.Argument(metavar="ARENA", help="laptop, or on a GPU pre, post, rotary, words.")
+    ] = "laptop",
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Where to write; a folder in runs if not given.")
     ] = None,
@@ -43,6 +45,7 @@ def arena_command(
         bool | None, typer.Option("--tuned/--untuned", help="Other strengths besides the default, or it alone.")
     ] = None,
     steps: StepsOption = None,
+    settings: SetOption = None,
     device: DeviceOption = None,
     listed: Annotated[bool, typer.Option("--list", help="Say what there is, and train nothing.")] = False,
     json_file: JsonOption = None,
@@ -59,8 +62,10 @@ def arena_command(
     if name not in ARENAS:
         raise LocaterError(f"there is no arena {name!r}; there are {', '.join(ARENAS)}")
     arena = ARENAS[name]
-    changes = {key: value for key, value in {"data": data, "steps": steps}.items() if value is not None}
-    arena = replace(arena, config=arena.config.changed(**changes))
+    about = ", ".join([arena.about, *(settings or [])])
+    arena = replace(arena, about=about, config=changed(arena.config, settings, data=data, steps=steps))
+    if arena.config.model.method != "none":
+        raise LocaterError("an arena's methods are its contenders: name them with --contenders")
     if contenders is not None:
         words = dict.fromkeys(word.strip() for word in contenders.split(",") if word.strip())
         arena = replace(arena, contenders=tuple(words))

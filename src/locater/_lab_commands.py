@@ -24,7 +24,7 @@ from locater.files import write_file
 if TYPE_CHECKING:
     from locater.lab import Config, Preset, Progress
 
-__all__ = ["register", "summary", "watching"]
+__all__ = ["changed", "register", "summary", "watching"]
 
 PresetArgument = Annotated[str, typer.Argument(metavar="PRESET", help="As `locater presets` lists them.")]
 DataOption = Annotated[
@@ -188,17 +188,23 @@ def claims_command(
 def _config(
     name: str, data: str | None, steps: int | None, precision: str | None, settings: list[str] | None
 ) -> tuple[Preset, Config]:
-    from locater.lab import parsed, preset
+    from locater.lab import preset
 
     chosen = preset(name)
-    given: dict[str, Any] = {"data": data, "steps": steps, "precision": precision}
+    return chosen, changed(chosen.config, settings, data=data, steps=steps, precision=precision)
+
+
+def changed(config: Config, settings: list[str] | None, **given: Any) -> Config:
+    """With what was given and is not None, and with what --set said."""
+    from locater.lab import parsed
+
     changes = {key: value for key, value in given.items() if value is not None}
     for setting in settings or []:
         key, equals, word = setting.partition("=")
         if not equals:
             raise LocaterError(f"--set takes NAME=VALUE, got {setting!r}")
         changes[key.strip()] = parsed(key.strip(), word.strip())
-    return chosen, chosen.config.changed(**changes)
+    return config.changed(**changes)
 
 
 def _words(option: str, value: str) -> list[str]:

@@ -94,6 +94,22 @@ def test_what_was_cut_off_is_trained_anew_and_what_was_finished_is_not(folder, t
     assert losses[0].tolist() == pytest.approx(losses[1].tolist(), rel=1e-6)  # float32's, whatever the threads
 
 
+def test_what_was_trained_before_positions_could_be_rotary_is_not_trained_anew(folder, tmp_path):
+    shutil.copytree(folder / "none", tmp_path / "none")
+    for name in ("sweep.json", "group-00/run.json"):
+        path = tmp_path / "none" / name
+        value = json.loads(path.read_text())
+        del value["config"]["model"]["positions"]
+        path.write_text(json.dumps(value))
+    before = (tmp_path / "none" / "group-00" / "metrics.jsonl").stat().st_mtime_ns
+    run_arena(replace(SMALL, contenders=("none", "qk-decay")), tmp_path, device="cpu")
+    assert (tmp_path / "none" / "group-00" / "metrics.jsonl").stat().st_mtime_ns == before
+    assert set(read_arena(tmp_path).contender) == {"none", "qk-decay"}
+    turning = replace(SMALL, config=SMALL.config.changed(positions="rotary"), contenders=("none",))
+    with pytest.raises(LocaterError, match="holds none with positions sines, and none is to be trained with rotary"):
+        run_arena(turning, tmp_path, device="cpu")
+
+
 @pytest.mark.parametrize(("lost", "step"), [(-1, 3), (1, 0)])
 def test_a_record_that_is_missing_is_no_learning_rate_that_broke(folder, tmp_path, lost, step):
     """Whether the end of the file is gone or a line in its midst."""
@@ -263,11 +279,10 @@ def test_the_figures_data_is_json_whatever_broke(lines, tmp_path):
 # ---------------------------------------------------------------------- what was run
 
 
-BITS = math.log(2)
 CELLS = {  # of a table in the docs, by the head of its column; "tuned: …" is the same at the best strength
     "strength": lambda row: f"{row.strength:g}" if row.strength else "",
-    "loss": lambda row: f"{row.loss / BITS:.3f}",
-    "area": lambda row: f"{row.area / BITS:.3f}",
+    "loss": lambda row: f"{row.loss:.3f}",
+    "area": lambda row: f"{row.area:.3f}",
     "trains to": lambda row: f"{row.trains_to:g}",
     "holds to": lambda row: f"{row.holds_to:g}",
     "largest logit": lambda row: f"{row.max_logit:.0f}",
@@ -279,9 +294,11 @@ CELLS = {  # of a table in the docs, by the head of its column; "tuned: …" is 
 }
 
 
-@pytest.mark.parametrize("name", ["pre", "long", "post", "laptop"])
+@pytest.mark.parametrize("name", ["pre", "long", "words", "post", "rotary", "laptop", "laptop-rotary"])
 def test_the_tables_in_the_docs_are_those_of_the_results(name):
     models = read_arena(ROOT / "results" / f"arena-{name}")
+    per = 1.0 if name == "words" else math.log(2)  # nats a word, bits a byte
+    models = models.assign(loss=models.loss / per)
     default, best = (summary(models, which).set_index("label") for which in ("default", "best"))
     text = (ROOT / "docs" / "arena.md").read_text()
     (section,) = (part for part in text.split("\n## ") if f"results/arena-{name})" in part)
@@ -309,12 +326,13 @@ def test_the_command_prints_a_table_and_draws_a_figure(tmp_path, monkeypatch):
     assert len(value["models"]) == 8
 
 
-def test_learning_rates_and_seeds_of_your_own_and_default_strengths_alone(tmp_path, monkeypatch):
+def test_learning_rates_seeds_and_settings_of_your_own_and_default_strengths_alone(tmp_path, monkeypatch):
     monkeypatch.setitem(ARENAS, "laptop", replace(SMALL, tuned=True))
     command = ["arena", "--contenders", "none,locater-auto", "--out", str(tmp_path / "a"), "--device", "cpu"]
     more = ["--rates", "2e-3, 1e-3", "--seeds", "5", "--untuned", "--json", str(tmp_path / "a.json")]
-    done = CliRunner().invoke(app, [*command, *more])
+    done = CliRunner().invoke(app, [*command, *more, "--set", "positions=rotary"])
     assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "a/none/sweep.json").read_text())["config"]["model"]["positions"] == "rotary"
     models = json.loads((tmp_path / "a.json").read_text())["models"]
     assert {row["seed"] for row in models} == {5}
     assert sorted((row["contender"], row["learning_rate"], row["strength"]) for row in models) == [
@@ -366,13 +384,15 @@ def test_what_there_is_can_be_listed():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["arena", "moon"], "there is no arena 'moon'; there are laptop, pre, post, words"),
+        (["arena", "moon"], "there is no arena 'moon'; there are laptop, pre, post, rotary, words"),
         (["arena", "--contenders", "luck"], "there is no contender 'luck'; there are none, locater-paper"),
         (["arena", "--contenders", ","], "name at least one contender"),
         (["arena", "--rates", "1e-3,fast"], "--rates takes positive numbers with commas between them, got '1e-3,fast'"),
         (["arena", "--rates", "0"], "--rates takes positive numbers"),
         (["arena", "--seeds", "0,-1"], "--seeds takes whole numbers from 0 on with commas between them, got '0,-1'"),
         (["arena", "--steps", "0"], "steps must be a whole number of at least 1"),
+        (["arena", "--set", "positions"], "--set takes NAME=VALUE, got 'positions'"),
+        (["arena", "--set", "method=qk-norm"], "an arena's methods are its contenders: name them with --contenders"),
         (["arena", "--device", "tpu"], "cannot train on the device 'tpu'"),
     ],
 )

@@ -11,15 +11,17 @@ from corpora import batch_at, write_corpus
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
+from turns import largest_product
 
 from locater import QK, LocaterError
 from locater.control.stacked import decoupled_step, ordinary_scale, penalty_gradient, seen_scale, within_limit
 from locater.lab import Config, Member, ModelConfig, Stack, load_corpus
+from locater.lab._method import rope_of
 from locater.lab.config import METHOD_NAMES
 from locater.lab.methods import METHODS, Softcap, ZLoss
 from locater.lab.model import embed, hidden_states
 from locater.measure import max_logits
-from locater.models import Norm
+from locater.models import Norm, Rope
 
 MODEL = ModelConfig(width=16, ffn=32, layers=2, heads=2, tokens=8, norm="pre", dropout=0.0)
 CONFIG = Config(model=MODEL, batch=6, steps=60, clip=1.0, warmup=4, final_rate=0.1, probe_blocks=8)
@@ -299,8 +301,10 @@ def test_beside_an_ordinary_scale_a_head_is_pressed_by_how_far_it_has_grown():
 def test_an_ordinary_scale_is_the_first_or_that_of_logits_of_a_third_of_a_standard_deviation_and_grows():
     first, width = torch.tensor([0.0, 3.0, 70.0]), 64
     assert ordinary_scale(first, width**-0.5).tolist() == [8.0, 8.0, 70.0]
-    assert ordinary_scale(first, width**-0.5, 50).tolist() == [8.0, 8.0, 70.0]
-    assert ordinary_scale(first, width**-0.5, torch.tensor(75.0)).tolist() == [12.0, 12.0, 105.0]
+    assert ordinary_scale(first, width**-0.5, 250).tolist() == [8.0, 8.0, 70.0]
+    assert ordinary_scale(first, width**-0.5, torch.tensor(375.0)).tolist() == [18.0, 18.0, 157.5]
+    for late in (2_000, 10**6):
+        assert ordinary_scale(first, width**-0.5, late).tolist() == [512.0, 512.0, 4480.0]
     random = torch.Generator().manual_seed(0)
     qk = QK(*(torch.randn(width, 256, generator=random) / 256**0.5 for _ in range(2)))  # a scale of about 64
     x, y = torch.randn(2, 4000, 256, generator=random)
@@ -312,7 +316,7 @@ def test_an_ordinary_scale_is_the_first_or_that_of_logits_of_a_third_of_a_standa
 @pytest.mark.parametrize("centred", [False, True])
 def test_the_scale_that_tokens_meet_is_the_variance_of_what_a_head_compares(centred, turning):
     """E[(q · k)²] of independent tokens, made by the norm and the projections themselves; what all keys share is left
-    out where nothing turns them."""
+    out where nothing turns them, and where something does, it is the largest that turns can make it."""
     random = torch.Generator().manual_seed(0)
     width, tokens = 24, 200_000
 
@@ -324,33 +328,38 @@ def test_the_scale_that_tokens_meet_is_the_variance_of_what_a_head_compares(cent
     x = norm(draw(tokens, width))
     q, k = (x @ w.T + b for w, b in zip((qk.w_q, qk.w_k), biases, strict=True))
     k = k if turning else k - k.mean(0)
-    measured = ((q.T @ q) * (k.T @ k)).sum() / tokens**2
-    assert float(seen_scale(qk, norm, biases, turning=turning)) == pytest.approx(float(measured), rel=0.02)
+    rope = Rope(torch.ones(2)) if turning else None  # of six coordinates, four turn
+    gram_q, gram_k = q.T @ q / tokens, k.T @ k / tokens
+    measured = largest_product(rope, gram_q, gram_k) if turning else (gram_q * gram_k).sum()
+    assert float(seen_scale(qk, norm, biases, rope)) == pytest.approx(float(measured), rel=0.02)
     assert float(seen_scale(qk, None, (None, None))) == pytest.approx(float(qk.scale()))
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("moves", [(True, True), (True, False), (False, True)])
 def test_what_is_within_the_limit_stays_and_the_rest_is_shrunk_to_it(moves, shared):
-    growth = torch.tensor([[0.5, 3.9, 4.0, 10.0, 1e6]])
+    growth = torch.tensor([[0.5, 2.9, 3.0, 10.0, 1e6]])
     f_q, f_k = within_limit(growth, moves=moves, shared=shared)
     after = growth * f_q.square() * f_k.square()
-    assert (after <= 4 * (1 + 1e-6)).all()
+    assert (after <= 3 * (1 + 1e-6)).all()
     if not shared or moves[0]:
-        torch.testing.assert_close(after, growth.clamp(max=4.0))
+        torch.testing.assert_close(after, growth.clamp(max=3.0))
     assert moves[0] or torch.equal(f_q, torch.ones_like(f_q))
     assert moves[1] or torch.equal(f_k, torch.ones_like(f_k))
     assert within_limit(growth, hold=0.0)[0].tolist() == [[1.0] * 5]  # lets go
 
 
-def test_no_learning_rate_carries_a_scale_or_a_logit_beyond_its_limit(corpus):
-    """The scale that tokens meet is at most four times the ordinary one; and as it is a squared Frobenius norm, and a
+@pytest.mark.parametrize("positions", ["sines", "rotary"])
+def test_no_learning_rate_carries_a_scale_or_a_logit_beyond_its_limit(corpus, positions):
+    """The scale that tokens meet is at most three times the ordinary one; and as it is a squared Frobenius norm, and a
     token that LayerNorm has divided is √D long, no logit differs from another of its query by more than twice
-    √(4 ordinary · D (D + 1) / K)."""
-    stack = stack_of("locater-auto", corpus, Member("wild", learning_rate=1.0, strength=3.0))
+    √(3 ordinary · D (D + 1) / K). Where positions are rotary the keys' common part counts as the queries' does, and the
+    scale is the largest at any distance."""
+    stack = stack_of("locater-auto", corpus, Member("wild", learning_rate=1.0, strength=3.0), positions=positions)
     width, d = stack.config.model.head_width, stack.config.model.width
     ordinary = ordinary_scale(stack.method.state()["first"][0, ..., 1].clone(), width**-0.5)  # (L, H)
-    most = (4 * ordinary * d * (d + 1) / width).sqrt()
+    rope = rope_of(stack.config.model, torch.device("cpu"))
+    most = (3 * ordinary * (d if rope is None else d + 1) * (d + 1) / width).sqrt()
     reached = torch.zeros_like(most)
     for step in range(10):
         stack.advance()
@@ -360,8 +369,8 @@ def test_no_learning_rate_carries_a_scale_or_a_logit_beyond_its_limit(corpus):
             w_q, w_k, _ = values[at + "qkv.weight"][0].unflatten(0, (3, 2, -1)).unbind(0)
             b_q, b_k, _ = values[at + "qkv.bias"][0].unflatten(0, (3, 2, -1)).unbind(0)
             norm = Norm(values[at + "attention_norm.weight"][0], 0.0, True, values[at + "attention_norm.bias"][0])
-            scale = seen_scale(QK(w_q, w_k), norm, (b_q, b_k))
-            assert (scale <= 4 * ordinary[layer] * (1 + 1e-4)).all()
+            scale = seen_scale(QK(w_q, w_k), norm, (b_q, b_k), rope)
+            assert (scale <= 3 * ordinary[layer] * (1 + 1e-4)).all()
             logits = q @ k.mT / width**0.5
             spread = (logits.amax(-1) - logits.amin(-1)).amax((0, 1, 3))  # over batch and queries, a head
             assert (spread <= 2 * most[layer] * (1 + 1e-4)).all()
@@ -369,10 +378,12 @@ def test_no_learning_rate_carries_a_scale_or_a_logit_beyond_its_limit(corpus):
     assert (reached > 0.1 * most).any()  # the limit is not far from where they went
 
 
-def test_auto_holds_what_runs_away_without_it(corpus):
+@pytest.mark.parametrize("positions", ["sines", "rotary"])
+def test_auto_holds_what_runs_away_without_it(corpus, positions):
     wild = {"learning_rate": 0.1}
-    free = advanced(stack_of("none", corpus, Member("one", **wild)), 40).measure()[0]
-    held = advanced(stack_of("locater-auto", corpus, Member("one", strength=3.0, **wild)), 40).measure()[0]
+    free = advanced(stack_of("none", corpus, Member("one", **wild), positions=positions), 40).measure()[0]
+    auto = Member("one", strength=3.0, **wild)
+    held = advanced(stack_of("locater-auto", corpus, auto, positions=positions), 40).measure()[0]
     assert max(map(max, held["max_logit"])) < 0.5 * max(map(max, free["max_logit"]))
 
 

@@ -11,7 +11,7 @@ from fairseq_like import LanguageModel
 
 from locater import LocaterError
 from locater.lab import Config, Member, ModelConfig, Stack, load_corpus
-from locater.lab.model import body_shapes, initial, positions
+from locater.lab.model import body_shapes, embed, hidden_states, initial, positions
 
 CONFIGS = {
     "post": ModelConfig(width=16, ffn=24, layers=2, tokens=8),
@@ -113,10 +113,33 @@ def test_positions_are_sines_then_cosines_counted_from_two():
             assert table[t, 4 + j] == pytest.approx(math.cos(angle), abs=1e-6)
 
 
+@pytest.mark.parametrize("method", ["none", "qk-norm"])
+def test_rotary_positions_turn_queries_and_keys_as_llama_does(corpus, method):
+    """In blocks of one token each that is repeated, all differ by their turns alone, QK-norm's gains or no."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    model = ModelConfig(width=16, ffn=16, layers=1, heads=2, tokens=8, positions="rotary", norm="pre", method=method)
+    stack = stack_of(model, corpus)
+    body, table = stack.body(stack.segments["body"].value), stack.segments["embedding"].value
+    for name, value in body.items():
+        if name.endswith("_gain"):  # no longer alike for the two coordinates of a pair
+            value.copy_(torch.linspace(0.5, 2.0, value.shape[-1]).expand_as(value))
+    found = []
+    inputs = torch.arange(4, 10).repeat_interleave(8)[None]
+    with torch.no_grad():
+        hidden_states(body, embed(table, inputs), model, see=lambda *x: found.append(x[3:]), method=stack.method)
+    q, k = (x[0] for x in found[0])  # (B, H, T, K)
+    rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=16, num_attention_heads=2))
+    cos, sin = rotary(q, torch.arange(8)[None])
+    expected = apply_rotary_pos_emb(q[:, :, :1].expand_as(q), k[:, :, :1].expand_as(k), cos, sin)
+    for turned, other in zip((q, k), expected, strict=True):
+        torch.testing.assert_close(turned, other)
+    assert (q[:, :, 0] - q[:, :, 4]).abs().amax(-1).min() > 1e-2
+
+
 def test_no_token_sees_what_comes_after_it(corpus):
     stack = stack_of(CONFIGS["post"], corpus)
-    from locater.lab.model import embed, hidden_states
-
     inputs, _ = batch_at(stack, 0)
     other = inputs.clone()
     other[:, 5::8] = 4 + (other[:, 5::8] + 1) % 20
@@ -136,6 +159,9 @@ def test_no_token_sees_what_comes_after_it(corpus):
         ({"width": 2}, "at least 4"),
         ({"heads": 3}, "multiple of heads"),
         ({"norm": "sandwich"}, "post, pre, none"),
+        ({"positions": "learned"}, "sines, rotary"),
+        ({"positions": "rotary", "joint_qk": True}, "leave joint_qk out"),
+        ({"width": 20, "heads": 4, "positions": "rotary"}, "even width, got 5"),
         ({"dropout": 1.0}, r"\[0, 1\)"),
         ({"layers": 0}, "whole number"),
         ({"tokens": 2.5}, "whole number"),

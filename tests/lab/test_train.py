@@ -18,7 +18,9 @@ from corpora import write_corpus
 
 from locater import LocaterError
 from locater.lab import Config, Member, ModelConfig, load_corpus, read_metrics, read_run, train
+from locater.lab.records import Run
 from locater.lab.sweep import Plan
+from locater.lab.train import _fingerprint
 
 CONFIG = Config(
     model=ModelConfig(width=16, ffn=16, layers=2, heads=2, tokens=8),
@@ -114,6 +116,13 @@ def test_ctrl_c_writes_a_checkpoint_and_the_run_goes_on_from_there(tmp_path, cor
     assert len(list((folder / "checkpoints").glob("*.safetensors"))) == 1
     finish(processes.Process(target=run_here, args=(CONFIG, folder, corpus)))
     assert metrics(folder) == metrics(undisturbed)
+
+
+def test_checkpoints_from_before_positions_could_be_rotary_still_belong_to_their_runs():
+    """This is what such a run was called; with rotary positions it is another."""
+    run = Run(Path("runs/one"), Config(), (Member("one"),), {"corpus": "a text"})
+    assert _fingerprint(run) == "2f6e381bbb219f8e"
+    assert _fingerprint(replace(run, config=Config().changed(positions="rotary"))) != "2f6e381bbb219f8e"
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "manifest"])

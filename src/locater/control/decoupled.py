@@ -22,7 +22,7 @@ from locater.control._numbers import checked_number, checked_strength
 from locater.control._parameters import HeldBy, scale_, spread, unwrapped
 from locater.control.stacked import decoupled_step, ordinary_scale, seen_scale, within_limit
 from locater.errors import LocaterError
-from locater.models import Attention, Norm, Projection, attentions
+from locater.models import Attention, Norm, Projection, Rope, attentions
 from locater.qk import QK
 
 __all__ = ["DecoupledLocAteR"]
@@ -41,16 +41,20 @@ class DecoupledLocAteR(Clocked):
         share · tr(W_QKᵀW_QK) + (tr W_QK − target)²
 
     `share` is 0 while a head's scale is ordinary: at most what it was when this was made (or d_head / 8 if that is
-    more, a logit's standard deviation of 0.35 between independent tokens), times step / 50 from the 50th step on, for
-    heads that learn do grow. It is 1 from twice the ordinary scale on: where nothing grows abruptly, nothing is
-    pressed; and no scale goes beyond four times the ordinary, whatever the learning rate does. For that limit, the
-    scale is the one that tokens meet, with the gain and shift of the norm before attention, where the registry knows
-    one, and the queries' bias in it; W_Q, W_K and their biases are shrunk. A bias that the optimizer does not train
-    beside its weight stays, and does not count. `target`, 2 / (the logits' scale) unless
-    given, is where the theory has tokens begin to localise, tr W_QK = 2 √d_head; a trace above it is left alone. With
+    more, a logit's standard deviation of 0.35 between independent tokens), times (step / 250)² from the 250th step to
+    the 2,000th, for heads that learn do grow. It is 1 from twice the ordinary scale on: where nothing grows abruptly,
+    nothing is pressed; and no scale goes beyond three times the ordinary, whatever the learning rate does. For that
+    limit, the scale is the one that tokens meet, with the gain and shift of the norm before attention, where the
+    registry knows one, and the queries' bias in it; W_Q, W_K and their biases are shrunk. A bias that the optimizer
+    does not train beside its weight stays, and does not count. `target`, 2 / (the logits' scale) unless given, is where
+    the theory has tokens begin to localise, tr W_QK = 2 √d_head; a trace above it is left alone. With
     `growing_only=False` share is 1, there is no such limit, and a trace is lowered to its target, too. `schedule`, if
     given, multiplies the strength: a function of the number of steps taken, to let go at the end (at 0 nothing is
     done).
+
+    With rotary positions, W_QK is what acts at distance 0, and another matrix at each other distance. A scale is then
+    the largest that turns can make it (a bound of that, `Rope.largest_product`); and as its trace, that at distance 0,
+    says nothing of other distances, it is left alone unless `target` is given.
 
     Frozen parameters stay as they are; nothing is left at inference. Parameters in half precision round small steps
     away, as they do an optimizer's.
@@ -125,7 +129,7 @@ class DecoupledLocAteR(Clocked):
             alone = attention.module if is_sharded(tensors[0]) else ""
             kind = (
                 shapes(attention), tensors[0].dtype, tensors[0].device, attention.scale, *rates, *bias_rates, alone,
-                *(bias is None for bias in biases), _kind(attention.input_norm), attention.rope is None,
+                *(bias is None for bias in biases), _kind(attention.input_norm), _turns(attention.rope),
             )  # fmt: skip
             group = _Group([], (rates[0], rates[1]), (bias_rates[0], bias_rates[1]))
             kinds.setdefault(kind, group).members.append(attention)
@@ -158,12 +162,12 @@ class DecoupledLocAteR(Clocked):
         each = [w_q.new_zeros(1, 1, 1) + (0.0 if rate is None else rate) for rate in own]
         rate = torch.maximum(*each)  # one factor's may be smaller
         step = rate * self.strength * factor
-        target = torch.full_like(step, 2 / members[0].scale if self.target is None else self.target)
+        pull, target = self._trace_step(step, members[0])
         ordinary = None
         if self.growing_only:
             first = torch.stack([self._first[member.module].to(w_q) for member in members])
             ordinary, ordinary_seen = ordinary_scale(first, members[0].scale, self.step + 1).unbind(-1)
-        new = decoupled_step(old, step, step, target, ordinary)
+        new = decoupled_step(old, step, pull, target, ordinary, heads.rope)
         if group.rates[0] != group.rates[1]:
             parts = [torch.where(rate > 0, one / rate, 0.0)[..., None, None] for one in each]
             new = (w_q.lerp(new[0], parts[0]), w_k.lerp(new[1], parts[1]))
@@ -181,6 +185,12 @@ class DecoupledLocAteR(Clocked):
                 if moves[part] and bias_moves[part] and factors is not None:
                     assert projection.bias_tensor is not None
                     scale_(projection.bias_tensor, projection.bias_view, factors[part][i][..., None])
+
+    def _trace_step(self, step: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
+        """The step that a trace makes, and its target."""
+        if self.target is not None:
+            return step, torch.full_like(step, self.target)
+        return step if attention.rope is None else torch.zeros_like(step), torch.full_like(step, 2 / attention.scale)
 
     # ------------------------------------------------------------------ at work in a training loop
 
@@ -283,7 +293,7 @@ class _Heads:
     qk: QK  # (S, G, R, K, D) and (S, G, 1, K, D)
     biases: tuple[Tensor | None, Tensor | None]  # (S, G, R or 1, K)
     norm: Norm | None  # before them, (S, 1, 1, 1, D)
-    turning: bool  # rotary
+    rope: Rope | None
 
     @classmethod
     @torch.no_grad()
@@ -306,7 +316,7 @@ class _Heads:
             gains, shifts = [[getattr(one, name) for one in norms] for name in ("gain", "bias")]
             gain, shift = (None if x[0] is None else stacked(x)[:, None, None, None] for x in (gains, shifts))
             norm = Norm(gain, norms[0].eps, norms[0].centred, shift)
-        return cls(QK(w_q, w_k), (b_q, b_k), norm, members[0].rope is not None)
+        return cls(QK(w_q, w_k), (b_q, b_k), norm, members[0].rope)
 
     def without_biases(self, left_out: Sequence[bool]) -> _Heads:
         b_q, b_k = (None if out else bias for out, bias in zip(left_out, self.biases, strict=True))
@@ -314,15 +324,20 @@ class _Heads:
 
     def seen(self, qk: QK) -> Tensor:
         """The scale of these weights (S, G, R) as tokens meet it."""
-        return seen_scale(qk, self.norm, self.biases, turning=self.turning)
+        return seen_scale(qk, self.norm, self.biases, self.rope)
 
     def scales(self) -> Tensor:
         """(S, G, R, 2): W_QK's own, and as tokens meet it."""
-        return torch.stack([self.qk.scale(), self.seen(self.qk)], dim=-1)
+        own = seen_scale(self.qk, None, (None, None), self.rope)
+        return torch.stack([own, self.seen(self.qk)], dim=-1)
 
 
 def _kind(norm: Norm | None) -> tuple[bool, ...]:
     return () if norm is None else (norm.centred, norm.stored is None, norm.bias is None)
+
+
+def _turns(rope: Rope | None) -> tuple[int, bool] | None:
+    return None if rope is None else (len(rope.frequencies), rope.interleaved)
 
 
 def _set(projection: Projection, old: Tensor, new: Tensor) -> None:

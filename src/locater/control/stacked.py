@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from locater.models.attention import Norm
+from locater.models.attention import Norm, Rope
 from locater.qk import QK
 
 __all__ = ["decoupled_step", "ordinary_scale", "penalty_gradient", "seen_scale", "within_limit"]
 
-_GROWTH = 4.0  # times its ordinary scale is the most that a head may have
-_UPDATES = 50  # in which an ordinary scale grows by what it was at first
+_LIMIT = 3.0  # times its ordinary scale is the most that a head may have
+_UPDATES, _MOST = 250, 8.0  # an ordinary scale's root is its first times updates / 250, and at most eight times that
 
 
 def penalty_gradient(qk: QK, scale_strength: Tensor, mean_strength: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,7 +26,12 @@ def penalty_gradient(qk: QK, scale_strength: Tensor, mean_strength: Tensor, targ
 
 
 def decoupled_step(
-    qk: QK, scale_step: Tensor, mean_step: Tensor, target: Tensor, ordinary: Tensor | None = None
+    qk: QK,
+    scale_step: Tensor,
+    mean_step: Tensor,
+    target: Tensor,
+    ordinary: Tensor | None = None,
+    rope: Rope | None = None,
 ) -> tuple[Tensor, Tensor]:
     """W_Q and W_K after one step down the penalty, beside an optimizer's own as AdamW's decay is beside Adam's.
 
@@ -39,14 +44,20 @@ def decoupled_step(
     gradient does not do is to let one of them grow at the other's expense. Where steps are not small, repeating them
     ends at the minimum for strengths that are damped so. Nor does the pull on the trace carry it past its target.
 
+    With rotary positions it is the mean of tr(W_QKᵀW_QK), that at distance 0, and of its mean over all turns that is
+    stepped down; how far it has grown is judged by the largest that turns can make it, as `ordinary` is to be. The
+    trace is that at distance 0.
+
     A key matrix that query heads share has a dimension of 1 before its last two, where they have theirs.
     """
     w_q, w_k = qk.w_q, qk.w_k
     shared = w_k.shape[-3] < w_q.shape[-3] if w_k.ndim > 2 else False
     gram_q, gram_k, trace = w_q @ w_q.mT, w_k @ w_k.mT, qk.trace()
+    squares_q, squares_k = (gram.diagonal(dim1=-2, dim2=-1).sum(-1) for gram in (gram_q, gram_k))
     if ordinary is not None:
-        scale_step = scale_step * ((gram_q * gram_k).sum((-2, -1)) / ordinary - 1).clamp(0, 1)
+        scale_step = scale_step * (_product(gram_q, gram_k, rope) / ordinary - 1).clamp(0, 1)
         target = torch.maximum(target, trace)
+    gram_q, gram_k = _turning(gram_q, rope), _turning(gram_k, rope)
 
     def together(x: Tensor, dim: int) -> Tensor:
         """Summed over the query heads of a key."""
@@ -58,7 +69,6 @@ def decoupled_step(
         return norm.sqrt()
 
     largest = torch.maximum(together(scale_step * size(gram_q), -1), scale_step * size(gram_k))
-    squares_q, squares_k = (gram.diagonal(dim1=-2, dim2=-1).sum(-1) for gram in (gram_q, gram_k))
     if shared:
         largest = largest.amax(-1, keepdim=True)
     shrink = (2 * scale_step / (1 + 2 * largest))[..., None, None]
@@ -68,6 +78,16 @@ def decoupled_step(
     new_q = w_q - torch.addcmul((shrink * gram_k) @ w_q, pull, w_k)
     down_k = together(shrink * gram_q, -3) @ w_k
     return new_q, w_k - (down_k + together(pull * w_q, -3) if shared else torch.addcmul(down_k, pull, w_q))
+
+
+def _turning(gram: Tensor, rope: Rope | None) -> Tensor:
+    """W Wᵀ of keys as queries meet it: as it is, or, with rotary positions, the mean of that and of its turns."""
+    return gram if rope is None else (gram + rope.mean_gram(gram)) / 2
+
+
+def _product(gram_q: Tensor, gram_k: Tensor, rope: Rope | None) -> Tensor:
+    """The scale, from W Wᵀ of both factors: tr(W_QKᵀW_QK), or the largest that turns can make it."""
+    return (gram_q * gram_k).sum((-2, -1)) if rope is None else rope.largest_product(gram_q, gram_k)
 
 
 def _pull(trace: Tensor, target: Tensor, step: Tensor, squares_q: Tensor, squares_k: Tensor) -> Tensor:
@@ -87,17 +107,18 @@ def _pull(trace: Tensor, target: Tensor, step: Tensor, squares_q: Tensor, square
 
 
 def seen_scale(
-    qk: QK, norm: Norm | None, biases: tuple[Tensor | None, Tensor | None], *, turning: bool = False
+    qk: QK, norm: Norm | None, biases: tuple[Tensor | None, Tensor | None], rope: Rope | None = None
 ) -> Tensor:
     """The variance of q·k between independent tokens whose coordinates have unit variance where the norm scales them:
     tr(W_QKᵀW_QK), but for the norm before attention and the biases (…, K).
 
     The norm's gain is trained too, and may grow where W_QK does not: it is folded in. What all queries have in common,
     a bias and the norm's shift, is compared with every key. What all keys have in common moves all logits of a query
-    alike, which a softmax does not see, unless keys are `turning` with their position.
+    alike, which a softmax does not see, unless keys turn with their position. Then the scale is the largest that turns
+    can make it.
     """
     grams = []
-    for w, bias, matters in ((qk.w_q, biases[0], True), (qk.w_k, biases[1], turning)):
+    for w, bias, matters in ((qk.w_q, biases[0], True), (qk.w_k, biases[1], rope is not None)):
         folded = w if norm is None else norm.fold(w)
         gram = folded @ folded.mT
         if norm is not None and norm.centred:  # D coordinates of mean 0 are D long in D − 1 dimensions
@@ -108,28 +129,29 @@ def seen_scale(
             common = common if shift is None else common + w @ torch.atleast_2d(shift).mT.to(w.dtype)
             gram = gram + common * common.mT
         grams.append(gram)
-    return (grams[0] * grams[1]).sum((-2, -1))
+    return _product(grams[0], grams[1], rope)
 
 
 def ordinary_scale(first: Tensor, logit_scale: float, update: Tensor | int = 0) -> Tensor:
     """The scale beyond which a head has grown too fast: what it was at first, or d_head / 8 if that is more, and from
-    the 50th update on that times update / 50.
+    the 250th update on that times (update / 250)², up to 64 times.
 
     At d_head / 8, logits between independent tokens have a standard deviation of 0.35; a customary start has 0.5 to 1.
-    Heads of a model that learns well grow for as long as it learns; it is abrupt growth that is to be held.
+    That is to say, their standard deviation may grow by what it was at first every 250 updates, to eight times it:
+    heads of a model that learns do grow, and it is abrupt growth that is to be held.
     """
-    return first.clamp(min=1 / (8 * logit_scale**2)) * torch.as_tensor(update / _UPDATES).clamp(min=1)
+    return first.clamp(min=1 / (8 * logit_scale**2)) * torch.as_tensor(update / _UPDATES).clamp(1, _MOST).square()
 
 
 def within_limit(
     growth: Tensor, hold: Tensor | float = 1.0, moves: tuple[bool, bool] = (True, True), *, shared: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """What queries and keys of every head are to be multiplied by, so that no scale is beyond four times the ordinary.
+    """What queries and keys of every head are to be multiplied by, so that no scale is beyond three times the ordinary.
 
     That limit is divided by `hold`, which goes to 0 to let go. What is to be shrunk is divided between the factors that
     may move, but where heads share a key it is the queries' alone.
     """
-    ratio = (_GROWTH / (hold * growth)).clamp(max=1)
+    ratio = (_LIMIT / (hold * growth)).clamp(max=1)
     if moves == (True, True) and not shared:
         return ratio**0.25, ratio**0.25
     if moves[0]:

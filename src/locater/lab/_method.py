@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from locater.lab.config import ModelConfig
+from locater.models.attention import Rope
 
-__all__ = ["Method", "Parameters", "all_layers", "biases", "factors"]
+__all__ = ["Method", "Parameters", "all_layers", "biases", "factors", "rope_of"]
 
 Parameters = Mapping[str, Tensor]
 
@@ -40,6 +42,11 @@ class Method:
         """What the forward uses in place of p."""
         return p
 
+    def before_turning(self, p: Parameters, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys (E, B, H, T, K) before rotary positions turn them, if positions are rotary."""
+        del p, layer
+        return q, k
+
     def compare(self, p: Parameters, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys (E, B, H, T, K) as the attention compares them."""
         del p, layer
@@ -65,6 +72,14 @@ class Method:
 
     def at_inference(self) -> Method:
         return Method(self.config, self.strength)
+
+
+def rope_of(config: ModelConfig, device: torch.device) -> Rope | None:
+    """With the frequencies of Llama."""
+    if config.positions != "rotary":
+        return None
+    pairs = config.head_width // 2
+    return Rope(10_000.0 ** -(torch.arange(pairs, device=device, dtype=torch.float64) / pairs))
 
 
 def all_layers(p: Parameters, name: str, config: ModelConfig) -> Tensor:

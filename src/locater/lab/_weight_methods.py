@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from locater.control.stacked import decoupled_step, ordinary_scale, seen_scale, within_limit
-from locater.lab._method import Method, Parameters, all_layers, biases, factors
+from locater.lab._method import Method, Parameters, all_layers, biases, factors, rope_of
+from locater.lab.config import ModelConfig
 from locater.measure import max_logits
 from locater.models.attention import Norm
 from locater.qk import QK
@@ -55,6 +56,10 @@ class QKDecay(Method):
 class DecoupledLocAteR(Method):
     """LocAteR beside the optimizer, not through it: a step of rate · strength down tr(W_QKᵀW_QK)."""
 
+    def __init__(self, config: ModelConfig, strength: Tensor) -> None:
+        super().__init__(config, strength)
+        self._rope = rope_of(config, strength.device)
+
     def after_update(self, values: Parameters, rate: Tensor, hold: Tensor) -> bool:
         w_q, w_k = factors(values, self.config)
         step = (rate * hold * self.strength)[:, None, None]
@@ -67,7 +72,7 @@ class DecoupledLocAteR(Method):
     def _stepped(self, qk: QK, step: Tensor, values: Parameters, hold: Tensor) -> tuple[Tensor, Tensor]:
         del values, hold
         nothing = torch.zeros_like(step)
-        return decoupled_step(qk, step, nothing, nothing)
+        return decoupled_step(qk, step, nothing, nothing, rope=self._rope)
 
     def _target(self, like: Tensor) -> Tensor:
         """Of the trace: where the theory has tokens begin to localise."""
@@ -79,11 +84,12 @@ class TracedLocAteR(DecoupledLocAteR):
 
     def _stepped(self, qk: QK, step: Tensor, values: Parameters, hold: Tensor) -> tuple[Tensor, Tensor]:
         del values, hold
-        return decoupled_step(qk, step, step, self._target(step))
+        return decoupled_step(qk, step, step, self._target(step), rope=self._rope)
 
 
 class AutoLocAteR(DecoupledLocAteR):
-    """That too, but a trace is only raised, a scale pressed only by how far it grew too fast, and limited.
+    """That too, but a trace is only raised (with rotary positions not even that), a scale pressed only by how far it
+    grew too fast, and limited.
 
     The rule of `locater.control.DecoupledLocAteR`.
     """
@@ -91,7 +97,8 @@ class AutoLocAteR(DecoupledLocAteR):
     def start(self, values: Parameters, seeds: Tensor) -> None:
         del seeds
         qk = QK(*factors(values, self.config))
-        self._first = torch.stack([qk.scale(), self._seen(qk, values)], dim=-1)  # (E, L, H, 2)
+        own = seen_scale(qk, None, (None, None), self._rope)
+        self._first = torch.stack([own, self._seen(qk, values)], dim=-1)  # (E, L, H, 2)
         self._updates = torch.zeros_like(self.strength)
 
     def state(self) -> dict[str, Tensor]:
@@ -106,13 +113,14 @@ class AutoLocAteR(DecoupledLocAteR):
                 for part in ("weight", "bias")
             )
             norm = Norm(gain, 0.0, centred=True, bias=shift)
-        return seen_scale(qk, norm, biases(values, self.config))
+        return seen_scale(qk, norm, biases(values, self.config), self._rope)
 
     def _stepped(self, qk: QK, step: Tensor, values: Parameters, hold: Tensor) -> tuple[Tensor, Tensor]:
         self._updates += step[:, 0, 0] > 0
         update = self._updates[:, None, None, None]
         ordinary, ordinary_seen = ordinary_scale(self._first, self.config.head_width**-0.5, update).unbind(-1)
-        new = QK(*decoupled_step(qk, step, step, self._target(step), ordinary))
+        pull = step if self._rope is None else torch.zeros_like(step)
+        new = QK(*decoupled_step(qk, step, pull, self._target(step), ordinary, self._rope))
         factor, _ = within_limit(self._seen(new, values) / ordinary_seen, hold)
         for bias in biases(values, self.config):
             bias *= factor[..., None]

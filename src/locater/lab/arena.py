@@ -125,6 +125,11 @@ ARENAS: dict[str, Arena] = {
         "bytes of enwik8, six Post-LN layers", replace(_BYTES, model=replace(_BYTES.model, norm="post")),
         (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), (0, 1, 2), tuned=False,
     ),
+    "rotary": Arena(
+        "bytes of enwik8, six Pre-LN layers, rotary positions",
+        replace(_BYTES, model=replace(_BYTES.model, positions="rotary")),
+        (1e-3, 3e-3, 1e-2, 3e-2, 1e-1), (0, 1, 2), tuned=False,
+    ),
     "words": Arena(
         "words of WikiText-2, six Pre-LN layers",
         replace(_BYTES, model=replace(_BYTES.model, width=128, ffn=512, dropout=0.1), data="wikitext-2", unit="words"),

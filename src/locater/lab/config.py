@@ -65,6 +65,7 @@ class ModelConfig:
     heads: int = 1  # H; each is D/H wide
     tokens: int = 64  # T, the block length
     norm: str = "post"  # where LayerNorm stands: post, pre, or none
+    positions: str = "sines"  # added to the embeddings, or rotary: queries and keys turn
     joint_qk: bool = False  # train W_QK (D × D a head, no biases) instead of W_Q and W_K
     tied: bool = False  # one table for the embedding and the output projection
     dropout: float = 0.1  # on the embeddings and on both residual branches
@@ -74,6 +75,7 @@ class ModelConfig:
         for name in ("width", "ffn", "layers", "heads", "tokens"):
             check_whole(name, getattr(self, name))
         _one_of("norm", self.norm, ("post", "pre", "none"))
+        _one_of("positions", self.positions, ("sines", "rotary"))
         _one_of("method", self.method, METHOD_NAMES)
         if self.joint_qk and self.method != "none":
             raise LocaterError(f"{self.method} acts on queries and keys apart: leave joint_qk out")
@@ -83,6 +85,10 @@ class ModelConfig:
             raise LocaterError(f"width must be at least 4, got {self.width}")
         if self.width % self.heads:
             raise LocaterError(f"width must be a multiple of heads, got {self.width} and {self.heads}")
+        if self.positions == "rotary" and self.joint_qk:
+            raise LocaterError("rotary positions turn queries and keys: leave joint_qk out")
+        if self.positions == "rotary" and self.head_width % 2:
+            raise LocaterError(f"rotary positions turn pairs: heads must have an even width, got {self.head_width}")
         for name in ("joint_qk", "tied"):
             _flag(name, getattr(self, name))
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:

@@ -36,7 +36,7 @@ class QKNorm(Method):
             if name.endswith((".q_gain", ".k_gain")):
                 value.copy_(self.strength.sqrt()[:, None].expand_as(value))
 
-    def compare(self, p: Parameters, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def before_turning(self, p: Parameters, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         def normed(x: Tensor, name: str) -> Tensor:
             gain = p[f"layers.{layer}.{name}"][:, None, None, None]
             return functional.rms_norm(x, x.shape[-1:], eps=1e-6) * gain

@@ -3,7 +3,7 @@
 The architecture is that of fairseq 0.12.2's `transformer_lm` (a decoder without encoder): embeddings scaled by √D plus
 sinusoidal positions, dropout, L layers of causal self-attention and a ReLU feed-forward net, each with a residual
 connection and LayerNorm after it (post), before it (pre, with one more at the end) or none, and an output table without
-bias. E = 1 is an ordinary model.
+bias. Positions may be rotary instead, which fairseq's are not. E = 1 is an ordinary model.
 
 Legend: E stacked models, B blocks, T tokens a block, N = B·T, D width, H heads, K head width, F ffn width, V words.
 """
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from locater.lab._method import rope_of
 from locater.lab._norm import add, add_norm, norm
 from locater.lab._random import dropout, site_key
 from locater.lab.config import ModelConfig
@@ -153,8 +154,11 @@ def hidden_states(
     p = method.weights(p)
     e, _, d = embedded.shape
     t = config.tokens
-    place = positions(t, d, embedded.device).to(embedded.dtype)
-    x = (embedded.view(e, -1, t, d) * math.sqrt(d) + place).view(e, -1, d)
+    rope, x = rope_of(config, embedded.device), embedded * math.sqrt(d)
+    if rope is None:
+        x = (x.view(e, -1, t, d) + positions(t, d, embedded.device).to(embedded.dtype)).view(e, -1, d)
+    else:
+        angles = rope.angles(torch.arange(t, device=embedded.device), embedded.dtype)
     x = dropout(x, drop.key(0), drop.rate) if drop else x
 
     def close(branch: Tensor, linear: str, x: Tensor, site: int, after: str | None) -> tuple[Tensor, Tensor]:
@@ -171,6 +175,9 @@ def hidden_states(
     for i in range(config.layers):
         at = f"layers.{i}."
         q, k, v = _query_key_value(p, at, y, config)  # (E, B, H, T, ·)
+        q, k = method.before_turning(p, i, q, k)
+        if rope is not None:
+            q, k = rope.turn(q, *angles), rope.turn(k, *angles)
         q, k = method.compare(p, i, q, k)
         if see:
             see(i, x, y, q, k)

@@ -60,7 +60,8 @@ class Plan:
             try:
                 earlier = json.loads(path.read_text())
                 free = dict.fromkeys(MAY_CHANGE)
-                same = earlier["groups"] == groups and earlier["config"] | free == config | free
+                then = Config.from_json(earlier["config"]).to_json()  # an older file lacks what is newer
+                same = earlier["groups"] == groups and then | free == config | free
             except (ValueError, KeyError, TypeError) as error:
                 raise LocaterError(f"cannot read {path}: {error}") from error
             if not same:

@@ -223,6 +223,8 @@ MAY_CHANGE = ("steps", "checkpoint_every", "data")
 def _fingerprint(run: Run) -> str:
     """Of all that decides what the numbers will be."""
     settings = {key: value for key, value in run.config.to_json().items() if key not in MAY_CHANGE}
+    if settings["model"]["positions"] == "sines":  # checkpoints that were written before there were others
+        del settings["model"]["positions"]
     return fingerprint([settings, [member.to_json() for member in run.members], run.about["corpus"]])
 
 

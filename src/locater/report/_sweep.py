@@ -128,8 +128,12 @@ def _facts(runs: Sequence[Run], lines: Sequence[Line]) -> list[list[str]]:
     seeds = {line.member.seed for line in lines if line.member}
     last = max(line.records[-1]["step"] for line in lines if line.records)
     norm = "" if model.norm == "post" else f", {model.norm}-norm"
+    rotary = ", rotary positions" if model.positions == "rotary" else ""
     facts = [
-        ["model", f"d = {model.width}, {count_of(model.layers, 'layer')}, {count_of(model.heads, 'head')}{norm}"],
+        [
+            "model",
+            f"d = {model.width}, {count_of(model.layers, 'layer')}, {count_of(model.heads, 'head')}{norm}{rotary}",
+        ],
         ["text", f"{word(about.get('text') or config.data or 'embedded corpus')}, T = {model.tokens}"],
         ["members", f"{len(lines)} ({count_of(len(strengths), 'strength')}, {count_of(len(seeds), 'seed')})"],
         ["updates", f"{last:,}" if last >= config.steps else f"{last:,} of {config.steps:,}"],
