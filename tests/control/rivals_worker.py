@@ -18,6 +18,8 @@ CASES = [
     ("fsdp2", "gpt2", "QK weight decay"),
     ("fsdp2", "gpt2", "σReparam"),
     ("ddp", "llama", "attention z-loss"),
+    ("fsdp2", "gpt2", "LocAteR, decoupled"),
+    ("fsdp2", "llama", "LocAteR, decoupled"),
 ]
 STEPS = 3
 

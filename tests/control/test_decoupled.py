@@ -210,8 +210,8 @@ def split(model, **key_options):
 
 
 def stepped(model, optimizer):
-    """The regulariser after one step without gradients."""
-    reg = DecoupledLocAteR(model).attach(optimizer)
+    """The regulariser after one step without gradients, with a target, for heads that turn have none of their own."""
+    reg = DecoupledLocAteR(model, target=3.0).attach(optimizer)
     optimizer.step()
     return reg
 
@@ -222,6 +222,7 @@ def test_queries_and_keys_in_two_groups_or_two_optimizers_move_as_in_one():
     models += [copy.deepcopy(models[0]) for _ in range(2)]
     stepped(models[0], torch.optim.SGD(models[0].parameters(), lr=0.1))
     stepped(models[1], split(models[1]))
+    assert any((a != b).any() for a, b in zip(weights(models[0]).values(), weights(models[2]).values(), strict=True))
     for a, b in zip(weights(models[0]).values(), weights(models[1]).values(), strict=True):
         torch.testing.assert_close(a, b)
     keys = [attention.key.tensor for attention in attentions(models[2])]
@@ -333,7 +334,7 @@ def test_frozen_queries_stay_and_their_keys_move():
         attention.query.tensor.requires_grad_(False)
     queries = [attention.query.weight.clone() for attention in attentions(model)]
     keys = [attention.key.weight.detach().clone() for attention in attentions(model)]
-    DecoupledLocAteR(model).step_(1e-2)
+    DecoupledLocAteR(model, target=3.0).step_(1e-2)
     for attention, q, k in zip(attentions(model), queries, keys, strict=True):
         assert torch.equal(attention.query.weight, q)
         assert not torch.equal(attention.key.weight, k)

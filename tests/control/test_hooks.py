@@ -180,10 +180,12 @@ def test_lightning_checkpoints_carry_the_step():
 
 # ---------------------------------------------------------------------- the decoupled form
 
+TARGET = 3.0  # without one, it would do nothing to heads that turn and do not grow
+
 
 def decoupled_by_hand(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    DecoupledLocAteR(model).attach(optimizer)
+    DecoupledLocAteR(model, target=TARGET).attach(optimizer)
     data = Text()
     for step in range(STEPS):
         ids = torch.stack([data[step * BATCH + k]["input_ids"] for k in range(BATCH)])
@@ -196,7 +198,7 @@ def decoupled_by_hand(model):
 def test_the_hugging_face_trainer_makes_the_decoupled_steps(tmp_path):
     model = build("llama").train()
     expected = decoupled_by_hand(copy.deepcopy(model))
-    reg = DecoupledLocAteR(model)
+    reg = DecoupledLocAteR(model, target=TARGET)
     trainer, seen = hf_trainer(model, reg, tmp_path)
     trainer.train()
     assert_same(model, expected)
@@ -207,7 +209,7 @@ def test_the_hugging_face_trainer_makes_the_decoupled_steps(tmp_path):
 def test_lightning_makes_the_decoupled_steps(tmp_path):
     model = build("llama").train()
     expected = decoupled_by_hand(copy.deepcopy(model))
-    callback = LightningCallback(DecoupledLocAteR(model))
+    callback = LightningCallback(DecoupledLocAteR(model, target=TARGET))
     lightning_trainer([callback], tmp_path).fit(Module(model), DataLoader(Text(), batch_size=BATCH))
     assert_same(model, expected)
     assert callback.regulariser.step == STEPS
