@@ -62,7 +62,7 @@ def arena_command(
     if name not in ARENAS:
         raise LocaterError(f"there is no arena {name!r}; there are {', '.join(ARENAS)}")
     arena = ARENAS[name]
-    about = ", ".join([arena.about, *(settings or [])])
+    about = f"{arena.about}, but {', '.join(settings)}" if settings else arena.about
     arena = replace(arena, about=about, config=changed(arena.config, settings, data=data, steps=steps))
     if arena.config.model.method != "none":
         raise LocaterError("an arena's methods are its contenders: name them with --contenders")
@@ -82,7 +82,8 @@ def arena_command(
     tables = {which: summary(models, which) for which in (("default", "best") if arena.tuned else ("default",))}
     pictures = draw_arena(models, arena.about, arena.config.unit, folder)
     if json_file is not None:
-        value: dict[str, Any] = {"arena": name, "folder": str(folder), "models": _plain(models)}
+        value: dict[str, Any] = {"arena": name, "config": arena.config.to_json(), "folder": str(folder)}
+        value |= {"models": _plain(models)}
         terminal.write_json(json_file, value | {which: _plain(table) for which, table in tables.items()})
     if json_file != "-":
         bits = arena.config.unit == "bytes"

@@ -354,8 +354,9 @@ def test_a_resumed_run_remembers_the_first_scales():
         ({**reg.state_dict(), "first": 3}, "its modules are others"),
         ({**reg.state_dict(), "first": dict.fromkeys(reg.state_dict()["first"], "a")}, "no numbers"),
         ({**reg.state_dict(), "first": {name: [1.0] for name in reg.state_dict()["first"]}}, "has other heads"),
-        ({**reg.state_dict(), "first": {name: [[1.0]] * 4 for name in reg.state_dict()["first"]}}, "earlier version"),
-        ({"step": 3}, "it lacks first, strength, target"),
+        ({**reg.state_dict(), "rule": 1}, "another version of locater"),
+        ({key: value for key, value in reg.state_dict().items() if key != "rule"}, "another version of locater"),
+        ({"step": 3}, "it lacks first, rule, strength, target"),
         (None, "it lacks everything"),
     ):
         with pytest.raises(LocaterError, match=words):

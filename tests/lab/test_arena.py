@@ -94,6 +94,35 @@ def test_what_was_cut_off_is_trained_anew_and_what_was_finished_is_not(folder, t
     assert losses[0].tolist() == pytest.approx(losses[1].tolist(), rel=1e-6)  # float32's, whatever the threads
 
 
+def test_what_was_trained_by_another_rule_of_a_method_is_not_taken_for_this_one_s(folder, tmp_path):
+    shutil.copytree(folder / "locater-auto", tmp_path / "locater-auto")
+    path = tmp_path / "locater-auto" / "sweep.json"
+    plan = json.loads(path.read_text())
+    assert plan.pop("rule") > 1  # which folders did not say before
+    path.write_text(json.dumps(plan))
+    for contenders in (("locater-auto",), ("none", "qk-norm")):
+        with pytest.raises(
+            LocaterError, match=r"locater-auto was trained by another rule of locater-auto than this ver"
+        ):
+            run_arena(replace(SMALL, contenders=contenders), tmp_path, device="cpu")
+    assert [child.name for child in tmp_path.iterdir()] == ["locater-auto"]
+
+
+def test_what_was_cut_off_is_trained_anew_though_it_kept_checkpoints(tmp_path):
+    config = SMALL.config.changed(steps=8, record_every=2, checkpoint_every=4)
+    arena = replace(SMALL, config=config, contenders=("none",), seeds=(0,))
+
+    def interrupt(_, progress):
+        if progress.step >= 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_arena(arena, tmp_path, device="cpu", watch=interrupt)
+    assert list(tmp_path.glob("none/*/checkpoints/*.safetensors"))
+    run_arena(arena, tmp_path, device="cpu")
+    assert read_arena(tmp_path).loss.notna().all()
+
+
 def test_what_was_trained_before_positions_could_be_rotary_is_not_trained_anew(folder, tmp_path):
     shutil.copytree(folder / "none", tmp_path / "none")
     for name in ("sweep.json", "group-00/run.json"):
@@ -332,7 +361,8 @@ def test_learning_rates_seeds_and_settings_of_your_own_and_default_strengths_alo
     more = ["--rates", "2e-3, 1e-3", "--seeds", "5", "--untuned", "--json", str(tmp_path / "a.json")]
     done = CliRunner().invoke(app, [*command, *more, "--set", "positions=rotary"])
     assert done.exit_code == 0, done.output
-    assert json.loads((tmp_path / "a/none/sweep.json").read_text())["config"]["model"]["positions"] == "rotary"
+    for path in ("a/none/sweep.json", "a.json"):
+        assert json.loads((tmp_path / path).read_text())["config"]["model"]["positions"] == "rotary"
     models = json.loads((tmp_path / "a.json").read_text())["models"]
     assert {row["seed"] for row in models} == {5}
     assert sorted((row["contender"], row["learning_rate"], row["strength"]) for row in models) == [
@@ -392,6 +422,7 @@ def test_what_there_is_can_be_listed():
         (["arena", "--seeds", "0,-1"], "--seeds takes whole numbers from 0 on with commas between them, got '0,-1'"),
         (["arena", "--steps", "0"], "steps must be a whole number of at least 1"),
         (["arena", "--set", "positions"], "--set takes NAME=VALUE, got 'positions'"),
+        (["arena", "--steps", "9", "--set", "steps=8"], "steps is given twice, by --set steps=8 for one"),
         (["arena", "--set", "method=qk-norm"], "an arena's methods are its contenders: name them with --contenders"),
         (["arena", "--device", "tpu"], "cannot train on the device 'tpu'"),
     ],

@@ -30,6 +30,7 @@ __all__ = ["DecoupledLocAteR"]
 Rate: TypeAlias = float | Tensor
 RateOf: TypeAlias = Callable[[Tensor], int | None]  # which of some rates a parameter has; None, it stays as it is
 
+_RULE = 2  # of what is ordinary, and of what a scale is: first scales of one are not another's
 _STACK_BYTES = 64 << 20  # modules up to this size are worked on together: small ones wait for launches
 
 
@@ -52,9 +53,10 @@ class DecoupledLocAteR(Clocked):
     given, multiplies the strength: a function of the number of steps taken, to let go at the end (at 0 nothing is
     done).
 
-    With rotary positions, W_QK is what acts at distance 0, and another matrix at each other distance. A scale is then
-    the largest that turns can make it (a bound of that, `Rope.largest_product`); and as its trace, that at distance 0,
-    says nothing of other distances, it is left alone unless `target` is given.
+    With rotary positions, W_QK is what acts at distance 0, and another matrix at each other distance. A head is then
+    judged and limited by the largest scale that turns can give it (a bound of that, `Rope.largest_product`), the keys'
+    bias and shift included; it is the mean of the scale at distance 0 and of its mean over all turns that is stepped
+    down. The trace, that at distance 0, says nothing of other distances, and is left alone unless `target` is given.
 
     Frozen parameters stay as they are; nothing is left at inference. Parameters in half precision round small steps
     away, as they do an optimizer's.
@@ -240,11 +242,16 @@ class DecoupledLocAteR(Clocked):
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on: the step, the settings, and every head's first scale (a schedule is yours)."""
         first = {name: value.tolist() for name, value in self._first.items()}
-        return {"step": self.step, "strength": self.strength, "target": self.target, "first": first}
+        return {"step": self.step, "strength": self.strength, "target": self.target, "first": first, "rule": _RULE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         wrong = "this is not a state of DecoupledLocAteR for this model"
         missing = self.state_dict().keys() - state.keys() if isinstance(state, dict) else {"everything"}
+        if missing == {"rule"} or (not missing and state["rule"] != _RULE):
+            raise LocaterError(
+                f"{wrong}: it is of another version of locater, whose rule was another; without it, first scales are "
+                "today's"
+            )
         if missing:
             raise LocaterError(f"{wrong}: it lacks {', '.join(sorted(missing))}")
         first = state["first"]
@@ -258,8 +265,6 @@ class DecoupledLocAteR(Clocked):
         except (TypeError, ValueError):
             raise LocaterError(f"{wrong}: its first scales are no numbers") from None
         others = [name for name, value in made.items() if value.shape != self._first[name].shape]
-        if others and made[others[0]].shape == self._first[others[0]].shape[:-1]:
-            raise LocaterError(f"{wrong}: it is of an earlier version of locater; without it, first scales are today's")
         if others:
             raise LocaterError(f"{wrong}: {others[0]} has other heads")
         target = state["target"]

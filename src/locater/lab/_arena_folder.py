@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ class Entry:
     """A contender that the folder holds, as its sweep.json has planned it."""
 
     contender: str
+    rule: int  # of its method, by which it was trained
     folder: Path
     config: Config
     groups: dict[str, tuple[Member, ...]]
@@ -58,7 +60,8 @@ def entries_in(folder: Path) -> list[Entry]:
             if "contender" not in value:
                 continue
             groups = {group["name"]: tuple(Member(**m) for m in group["members"]) for group in value["groups"]}
-            found.append(Entry(value["contender"], path.parent, Config.from_json(value["config"]), groups))
+            config = Config.from_json(value["config"])
+            found.append(Entry(value["contender"], value.get("rule", 1), path.parent, config, groups))
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise LocaterError(f"cannot read {path}: {error}") from error
     return found
@@ -83,7 +86,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, Any, An
 
 
 def discard_unfinished(entry: Entry) -> None:
-    """Removes the records of groups that were cut off: they keep no checkpoints, and are trained anew."""
+    """Removes the records of groups that were cut off, and what checkpoints there are: they are trained anew."""
     for group, members in entry.groups.items():
         folder = entry.folder / group
         if not (folder / "run.json").exists():
@@ -93,6 +96,7 @@ def discard_unfinished(entry: Entry) -> None:
                 # the metrics first: without run.json they would be taken for another run's
                 for name in ("metrics.jsonl", "metrics.jsonl.gz", "run.json"):
                     (folder / name).unlink(missing_ok=True)
+                shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
 def _by_member(folder: Path, members: Sequence[Member]) -> dict[str, list[dict[str, Any]]]:

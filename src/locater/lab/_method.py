@@ -22,6 +22,8 @@ Parameters = Mapping[str, Tensor]
 class Method:
     """No change at all, and what the others start from. `strength` is (E,)."""
 
+    rule = 1  # raised where a method's numbers change: what was trained by another does not go on, nor into one table
+
     def __init__(self, config: ModelConfig, strength: Tensor) -> None:
         self.config, self.strength = config, strength
 

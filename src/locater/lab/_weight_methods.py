@@ -94,6 +94,8 @@ class AutoLocAteR(DecoupledLocAteR):
     The rule of `locater.control.DecoupledLocAteR`.
     """
 
+    rule = 2
+
     def start(self, values: Parameters, seeds: Tensor) -> None:
         del seeds
         qk = QK(*factors(values, self.config))

@@ -19,6 +19,7 @@ from locater.lab._arena_cost import REFERENCE, Cost, read_costs, time_contenders
 from locater.lab._arena_folder import conditions, difference, discard_unfinished, entries_in
 from locater.lab.config import Config, Member, ModelConfig
 from locater.lab.data import Corpus, load_corpus
+from locater.lab.methods import METHODS
 from locater.lab.stack import check_sizes
 from locater.lab.sweep import sweep
 from locater.lab.train import Progress, _device
@@ -172,7 +173,7 @@ def run_arena(
             folder / name,
             group_size=group_size,
             device=device,
-            about={"contender": name},
+            about={"contender": name, "rule": METHODS[config.model.method].rule},
             watch=None if watch is None else lambda group, progress, name=name: watch(f"{name} {group}", progress),  # type: ignore[misc]
         )
 
@@ -190,6 +191,11 @@ def _check_folder(arena: Arena, folder: Path, corpus: Corpus) -> None:
     name = arena.contenders[0]
     wanted = conditions(*arena.planned(name), corpus.fingerprint)
     for entry in entries_in(folder):
+        if entry.rule != METHODS[entry.config.model.method].rule:
+            raise LocaterError(
+                f"{entry.folder} was trained by another rule of {entry.config.model.method} than this version's: "
+                "choose another folder, or remove that one to train it anew"
+            )
         if found := difference(entry.conditions(), wanted):
             what, then, now = found
             raise LocaterError(

@@ -24,6 +24,7 @@ from locater.lab import checkpoint
 from locater.lab.config import Config, Member, fingerprint
 from locater.lab.data import Corpus, load_corpus
 from locater.lab.lock import alone
+from locater.lab.methods import METHODS
 from locater.lab.records import MetricsFile, Run, read_records, read_run, write_run
 from locater.lab.stack import Stack, check_sizes
 
@@ -225,7 +226,9 @@ def _fingerprint(run: Run) -> str:
     settings = {key: value for key, value in run.config.to_json().items() if key not in MAY_CHANGE}
     if settings["model"]["positions"] == "sines":  # checkpoints that were written before there were others
         del settings["model"]["positions"]
-    return fingerprint([settings, [member.to_json() for member in run.members], run.about["corpus"]])
+    rule = METHODS[run.config.model.method].rule
+    rest = [] if rule == 1 else [rule]
+    return fingerprint([settings, [member.to_json() for member in run.members], run.about["corpus"], *rest])
 
 
 def _about(corpus: Corpus, device: torch.device) -> dict[str, Any]:

@@ -83,7 +83,8 @@ class Rope:
         """At least tr(gram_q R gram_k Rᵀ), (…) of (…, K, K), for rotations R that turn every pair by any angle.
 
         Each block of one, between two pairs, meets the turned block of the other at best as if both pointed the same
-        way. They do where both have rank one, or where pairs are unrelated and isotropic: there it is the maximum.
+        way. Where all coordinates turn, and both have rank one or pairs are unrelated and isotropic, they can: there it
+        is the maximum. The gain is left out.
         """
         total = (gram_q * gram_k)[..., 2 * self.pairs :, 2 * self.pairs :].sum((-2, -1))
         norms_q, norms_k = self._block_norms(gram_q), self._block_norms(gram_k)
