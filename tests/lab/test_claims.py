@@ -323,3 +323,13 @@ def test_the_page_has_a_row_a_claim(folders):
         assert row.replace("\\|", "").count("|") == 5  # four cells; bars inside them are escaped
         assert row.endswith(f"| **{claim.verdict}** |")
     assert {claim.verdict for claim in made} <= {"reproduced", "not reproduced", "cannot tell"}
+
+
+@pytest.mark.parametrize(("setting", "value"), [("positions", "rotary"), ("norm", "pre")])
+def test_a_model_that_is_not_the_paper_s_is_not_its_figure(folders, tmp_path, setting, value):
+    copy = changed(folders["one seed"], tmp_path / "copy", lambda record: record)
+    assert not any("another model" in claim.where for claim in claims(copy))
+    run = json.loads((copy / "run.json").read_text())
+    run["config"]["model"][setting] = value
+    (copy / "run.json").write_text(json.dumps(run))
+    assert all(claim.where.endswith("(of another model)") for claim in claims(copy))

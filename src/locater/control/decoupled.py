@@ -342,7 +342,7 @@ def _kind(norm: Norm | None) -> tuple[bool, ...]:
 
 
 def _turns(rope: Rope | None) -> tuple[int, bool] | None:
-    return None if rope is None else (len(rope.frequencies), rope.interleaved)
+    return None if rope is None else (rope.pairs, rope.interleaved)
 
 
 def _set(projection: Projection, old: Tensor, new: Tensor) -> None:

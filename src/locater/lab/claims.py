@@ -70,8 +70,8 @@ def claims(folder: str | Path, *, noise: Noise = None) -> list[Claim]:
     """The claims of Section 7 and Appendix D against the sweep in this folder."""
     sweep = comparable(read_sweep(folder))
     end, model = int(sweep.steps[-1]), sweep.config.model
-    paper_s = model.norm == "post" and model.positions == "sines"
-    number = FIGURE_OF.get((model.width, model.layers)) if paper_s else None
+    alike = model.norm == "post" and model.positions == "sines"
+    number = FIGURE_OF.get((model.width, model.layers)) if alike else None
     figure, beside = f"Fig. {number or 6}", "" if number else " (of another model)"
     made = []
     for statement, place, test in _TESTS:

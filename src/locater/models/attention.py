@@ -64,6 +64,7 @@ class Rope:
         return self.gain * angle.cos().to(dtype), self.gain * angle.sin().to(dtype)
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x (..., T, K) by these angles."""
         pairs = self.pairs
         rotary, passed = x[..., : 2 * pairs], x[..., 2 * pairs :]
         if self.interleaved:
