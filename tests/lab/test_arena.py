@@ -323,7 +323,7 @@ CELLS = {  # of a table in the docs, by the head of its column; "tuned: …" is 
 }
 
 
-@pytest.mark.parametrize("name", ["pre", "long", "words", "post", "rotary", "laptop", "laptop-rotary"])
+@pytest.mark.parametrize("name", ["pre", "long", "words", "post", "rotary", "laptop", "laptop-rotary", "mid-rotary"])
 def test_the_tables_in_the_docs_are_those_of_the_results(name):
     models = read_arena(ROOT / "results" / f"arena-{name}")
     per = 1.0 if name == "words" else math.log(2)  # nats a word, bits a byte
