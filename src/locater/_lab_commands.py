@@ -203,8 +203,8 @@ def changed(config: Config, settings: list[str] | None, **given: Any) -> Config:
         key, equals, word = setting.partition("=")
         if not equals:
             raise LocaterError(f"--set takes NAME=VALUE, got {setting!r}")
-        if key.strip() in changes:
-            raise LocaterError(f"{key.strip()} is given twice, by --set {setting} for one")
+        if given.get(key.strip()) is not None:
+            raise LocaterError(f"{key.strip()} is given twice, by --set {setting} and by its own option")
         changes[key.strip()] = parsed(key.strip(), word.strip())
     return config.changed(**changes)
 

@@ -422,7 +422,7 @@ def test_what_there_is_can_be_listed():
         (["arena", "--seeds", "0,-1"], "--seeds takes whole numbers from 0 on with commas between them, got '0,-1'"),
         (["arena", "--steps", "0"], "steps must be a whole number of at least 1"),
         (["arena", "--set", "positions"], "--set takes NAME=VALUE, got 'positions'"),
-        (["arena", "--steps", "9", "--set", "steps=8"], "steps is given twice, by --set steps=8 for one"),
+        (["arena", "--steps", "9", "--set", "steps=8"], "steps is given twice, by --set steps=8 and by its own"),
         (["arena", "--set", "method=qk-norm"], "an arena's methods are its contenders: name them with --contenders"),
         (["arena", "--device", "tpu"], "cannot train on the device 'tpu'"),
     ],
