@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -61,7 +62,9 @@ def main() -> None:
     }
     if rank == 0:
         torch.save({"model": whole, "penalty": measured["penalty"]}, target)
+    dist.barrier()  # neither goes while the other still needs it
     dist.destroy_process_group()
+    os._exit(0)  # torch's threads are not always joined at an ordinary exit, which aborts
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -58,7 +59,9 @@ def main() -> None:
     saved = {case: train(case[1], case[2], case[0], rank) for case in CASES}
     if rank == 0:
         torch.save(saved, sys.argv[1])
+    dist.barrier()  # neither goes while the other still needs it
     dist.destroy_process_group()
+    os._exit(0)  # torch's threads are not always joined at an ordinary exit, which aborts
 
 
 if __name__ == "__main__":
