@@ -20,7 +20,7 @@ from locater.control._closed_form import projections, shapes
 from locater.control._dense import gathered, is_sharded
 from locater.control._numbers import checked_number, checked_strength
 from locater.control._parameters import HeldBy, scale_, spread, unwrapped
-from locater.control.stacked import decoupled_step, ordinary_scale, seen_scale, within_limit
+from locater.control.stacked import RULE, decoupled_step, ordinary_scale, seen_scale, within_limit
 from locater.errors import LocaterError
 from locater.models import Attention, Norm, Projection, Rope, attentions
 from locater.qk import QK
@@ -30,7 +30,6 @@ __all__ = ["DecoupledLocAteR"]
 Rate: TypeAlias = float | Tensor
 RateOf: TypeAlias = Callable[[Tensor], int | None]  # which of some rates a parameter has; None, it stays as it is
 
-_RULE = 2  # of what is ordinary, and of what a scale is: first scales of one are not another's
 _STACK_BYTES = 64 << 20  # modules up to this size are worked on together: small ones wait for launches
 
 
@@ -242,12 +241,12 @@ class DecoupledLocAteR(Clocked):
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on: the step, the settings, and every head's first scale (a schedule is yours)."""
         first = {name: value.tolist() for name, value in self._first.items()}
-        return {"step": self.step, "strength": self.strength, "target": self.target, "first": first, "rule": _RULE}
+        return {"step": self.step, "strength": self.strength, "target": self.target, "first": first, "rule": RULE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         wrong = "this is not a state of DecoupledLocAteR for this model"
         missing = self.state_dict().keys() - state.keys() if isinstance(state, dict) else {"everything"}
-        if missing == {"rule"} or (not missing and state["rule"] != _RULE):
+        if missing == {"rule"} or (not missing and state["rule"] != RULE):
             raise LocaterError(
                 f"{wrong}: it is of another version of locater, whose rule was another; without it, first scales are "
                 "today's"

@@ -11,8 +11,9 @@ from torch import Tensor
 from locater.models.attention import Norm, Rope
 from locater.qk import QK
 
-__all__ = ["decoupled_step", "ordinary_scale", "penalty_gradient", "seen_scale", "within_limit"]
+__all__ = ["RULE", "decoupled_step", "ordinary_scale", "penalty_gradient", "seen_scale", "within_limit"]
 
+RULE = 2  # of what is ordinary, and of what a scale is: raised where either changes, for first scales are not another's
 _LIMIT = 3.0  # times its ordinary scale is the most that a head may have
 _UPDATES, _MOST = 250, 8.0  # an ordinary scale's root is its first times updates / 250, and at most eight times that
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from locater.control.stacked import decoupled_step, ordinary_scale, seen_scale, within_limit
+from locater.control.stacked import RULE, decoupled_step, ordinary_scale, seen_scale, within_limit
 from locater.lab._method import Method, Parameters, all_layers, biases, factors, rope_of
 from locater.lab.config import ModelConfig
 from locater.measure import max_logits
@@ -94,7 +94,7 @@ class AutoLocAteR(DecoupledLocAteR):
     The rule of `locater.control.DecoupledLocAteR`.
     """
 
-    rule = 2
+    rule = RULE
 
     def start(self, values: Parameters, seeds: Tensor) -> None:
         del seeds
