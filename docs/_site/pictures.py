@@ -65,7 +65,7 @@ def spectra(path: Path, tokens: int = 40, dim: int = 128) -> None:
             below.set(xlabel="token", ylim=(-0.04, 1.04))
             below.set_title(str(regime(law)), weight="bold")
         axes[0, 0].set_ylabel("eigenvalues")
-        axes[1, 0].set_ylabel(r"$\rho$, how likely the" + "\ntoken takes part")
+        axes[1, 0].set_ylabel(r"$\rho$: on the slope of" + "\nthe paper's softmax")
         figure.savefig(path, dpi=150)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from locater._pages import UNPACK, head, put, script_hash
 from locater._plotly import plotly
-from locater.files import write_file
+from locater.io import write_file
 
 __all__ = ["explorer_page", "write_explorer"]
 
@@ -23,7 +23,7 @@ def explorer_page() -> str:
     theory, app = _script(*map(_read, _THEORY)), _script(UNPACK, *map(_read, _APP))
     hashes = [script_hash(theory), script_hash(app), library_hash]
     parts = {
-        "HEAD": head("Where should attention look?", _read("explorer.css"), hashes, workers=True),
+        "HEAD": head("Signal propagation in attention", _read("explorer.css"), hashes, workers=True),
         "VERSION": __version__,
         "PLOTLY": library,
         "WORKER": _read("worker.js"),

@@ -2,11 +2,11 @@
 function start() {
   const find = (id) => document.getElementById(id);
   const WORDS = {
-    late: "the last tokens take part, the first do not",
-    middle: "the middle takes part, neither end does",
-    early: "the first tokens take part, the last do not",
-    flat: "tokens take part wherever they are",
-    vanishing: "no token takes part in even a tenth of the sequences",
+    late: "ρ is high on the last tokens, not on the first",
+    middle: "ρ is high in the middle, not at the ends",
+    early: "ρ is high on the first tokens, not on the last",
+    flat: "ρ is at least half its highest at both ends",
+    vanishing: "ρ is below a tenth at every token",
   };
 
   let state = settings.fromHash(location.hash);
@@ -174,7 +174,7 @@ function start() {
     find("plane-caption").innerHTML = limit
       ? "By Eq. (6) corrected, <i>T</i> and <i>d</i> → ∞. Dashed: |<i>ξη</i>| = 2. A click moves there."
       : `By the exact law for ${tokens} at <i>d</i> = ${state.d}, <i>T</i> = ${state.T}; |<i>ξ</i>| ≤ √<i>d</i>. ` +
-        `${walk ? "Dashed: |<i>ξη</i>| = 2, from where Eq. (6) localises. " : ""}A click moves there.`;
+        `${walk ? "Dashed: |<i>ξη</i>| = 2, from where <i>ρ</i> of Eq. (6) localises. " : ""}A click moves there.`;
     find("entropy-caption").innerHTML = limit
       ? `For <i>T</i> = ${state.T} keys. No entropy exceeds ln <i>T</i>, as the printed bound does.`
       : `For <i>T</i> = ${state.T} keys. This spectrum: <i>ν</i> ≈ ${number(nu)} (root mean square of ` +

@@ -169,8 +169,8 @@ const theory = (() => {
     const edge = (n) => roundHalfEven((n * tokens) / parts);
     const tenths = Array.from({ length: parts }, (_, n) => average(rho, edge(n), edge(n + 1)));
     const half = 0.5 * Math.max(...tenths);
-    const attended = tenths.map((value) => value >= half);
-    const first = attended[0], last = attended[parts - 1];
+    const high = tenths.map((value) => value >= half);
+    const first = high[0], last = high[parts - 1];
     if (rho.reduce((a, b) => Math.max(a, b), 0) < 0.1) return "vanishing";
     if (first && last) return "flat";
     return last ? "late" : first ? "early" : "middle";

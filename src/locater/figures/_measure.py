@@ -1,4 +1,4 @@
-"""Pictures of a reading: layer × head maps, and where in the sequence attention is sharp and where it looks."""
+"""Pictures of a reading: layer × head maps, and entropy and ρ by position."""
 
 from __future__ import annotations
 

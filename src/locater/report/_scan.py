@@ -89,7 +89,7 @@ def _facts(
     )
     if len(widths) == 1:
         facts.append(["widths", f"d_model {widths[0][0]:,}, d_head {widths[0][1]}"])
-    facts.append(["attention looks", ", ".join(f"{count} {name}" for count, name in sorted(counts, reverse=True))])
+    facts.append(["shape of ρ", ", ".join(f"{count} {name}" for count, name in sorted(counts, reverse=True))])
     if any(row.get("rope") for row in rows):
         average, offset = number(content.get("average_offsets")), number(content.get("offset"))
         facts.append(["RoPE", f"averaged over {average:.0f} offsets" if average == average else f"offset {offset:g}"])

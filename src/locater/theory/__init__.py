@@ -1,4 +1,4 @@
-"""Given a spectrum, where should attention look? numpy and scipy only."""
+"""Given a spectrum, how likely is a token to be on the slope of the paper's softmax (ρ)? numpy and scipy only."""
 
 from locater.theory.bounds import (
     Chain,

@@ -13,6 +13,7 @@ Array = NDArray[np.float64]
 
 _SYMMETRY = 1e-5  # relative to the largest entry; float32 covariances estimated from data pass
 _NEGATIVE = 1e-5  # relative to the largest eigenvalue
+_MOST = 2**31 - 1  # of anything that is counted
 
 
 def to_numpy(value: Any) -> NDArray[Any]:
@@ -75,6 +76,8 @@ def positive(name: str, value: float) -> float:
 def at_least(name: str, value: int, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise LocaterError(f"{name} must be a whole number of at least {least}, got {value!r:.80}")
+    if value > _MOST:
+        raise LocaterError(f"{name} must be at most {_MOST:,}, got a larger number")
     return int(value)
 
 

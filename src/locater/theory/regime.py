@@ -1,4 +1,4 @@
-"""Where attention looks, in one word: the rule that scans, figures and pages share."""
+"""The shape of ρ in one word: the rule that scans, figures and pages share. Softmax itself can look elsewhere."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["REGIMES", "regime", "regime_map", "regime_map_at", "spectrum_at"]
 
 REGIMES = ("late", "middle", "early", "flat", "vanishing")
 
-VANISHING_BELOW = 0.1  # no token takes part in even a tenth of the sequences
-ATTENDED_FROM = 0.5  # of the highest ρ
+VANISHING_BELOW = 0.1  # no token is on the slope in even a tenth of the sequences
+HIGH_FROM = 0.5  # of the highest ρ
 
 
 @overload
@@ -27,15 +27,15 @@ def regime(rho_values: list[float]) -> str: ...
 @overload
 def regime(rho_values: ArrayLike) -> str | NDArray[np.str_]: ...
 def regime(rho_values: ArrayLike) -> str | NDArray[np.str_]:
-    """One of late, middle, early, flat, vanishing, for ρ over token positions (..., T).
+    """The shape of ρ over token positions (..., T): late, middle, early, flat or vanishing.
 
     The rule, in this order:
 
     1. vanishing: the highest ρ is below 0.1.
-    2. A stretch of tokens is attended if its ρ is at least half the highest. If every tenth of the sequence
-       (their means; single tokens below T = 10) is attended, ρ is flat.
-    3. Otherwise the ends decide: late if the last tenth is attended and the first is not, early the other
-       way round, middle if neither is. If both ends are attended around a gap, ρ is called flat.
+    2. ρ is high on a stretch of tokens if it is at least half the highest. If it is on every tenth of the sequence
+       (their means; single tokens below T = 10), ρ is flat.
+    3. Otherwise the ends decide: late if ρ is high on the last tenth and not on the first, early the other
+       way round, middle if on neither. If it is high at both ends around a gap, ρ is called flat.
 
     A single vector gives a string, a batch an array of strings.
     """
@@ -47,10 +47,10 @@ def regime(rho_values: ArrayLike) -> str | NDArray[np.str_]:
     tokens = values.shape[-1]
     edges = np.linspace(0, tokens, min(10, tokens) + 1).round().astype(int)
     tenths = np.stack([values[..., a:b].mean(-1) for a, b in pairwise(edges)], -1)
-    attended = tenths >= ATTENDED_FROM * tenths.max(-1, keepdims=True)
-    first, last = attended[..., 0], attended[..., -1]
+    high = tenths >= HIGH_FROM * tenths.max(-1, keepdims=True)
+    first, last = high[..., 0], high[..., -1]
     name = np.select(
-        [values.max(-1) < VANISHING_BELOW, attended.all(-1) | (first & last), last, first],
+        [values.max(-1) < VANISHING_BELOW, high.all(-1) | (first & last), last, first],
         ["vanishing", "flat", "late", "early"],
         "middle",
     )

@@ -1,6 +1,8 @@
-"""Signal propagation probability: how likely token i takes part in attention and its gradient.
+"""Signal propagation probability: how likely token i is on the slope of the paper's piecewise linear softmax.
 
 ρ_i = P(0 ≤ z_i ≤ 1), z_i = ⟨γ^i, ω⟩ + γ₀^i = 1/T + (x_i − x̄)ᵀ W_QKᵀ x_T / (λT)        (Definition 1)
+
+Softmax itself can look elsewhere: docs/idea.md.
 
 Letters as in the paper: w eigenvalues of W = W_QK Σ, θ = i/T, ξ = tr W/√tr W², η = √tr W²/λ.
 """
@@ -51,6 +53,9 @@ def rho(
     seed: int = 0,
 ) -> Array:
     """ρ_i for every token of `process`, the last one being the query: (..., tokens).
+
+    ρ_i is the probability that token i is on the slope of the paper's piecewise linear softmax, 0 ≤ z_i ≤ 1; softmax
+    itself can look elsewhere.
 
     `spectrum` is either the eigenvalues of W = W_QK Σ of a symmetric W_QK, (..., d), or a `QK`, symmetric
     or not, with the feature covariance Σ as `covariance` (the identity if not given). Leading

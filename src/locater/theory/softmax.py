@@ -35,7 +35,7 @@ class PiecewiseSoftmax:
 
     @property
     def active(self) -> NDArray[np.bool_]:
-        """Where the signal propagates: z_i in [0, 1] (Definition 1), (..., T)."""
+        """Which tokens are on the slope: z_i in [0, 1] (Definition 1), (..., T)."""
         return (self.linear >= 0) & (self.linear <= 1)
 
     @property

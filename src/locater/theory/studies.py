@@ -142,7 +142,7 @@ def limits(seed: int = 0) -> list[Row]:
 
 
 def regimes(seed: int = 0) -> list[Row]:
-    """Section 4: where in the (ξ, η) plane attention looks, at large T and exactly at T = 40, d = 128."""
+    """Section 4: the shape of ρ over the (ξ, η) plane, at large T and exactly at T = 40, d = 128."""
     del seed  # exact
     xis, etas = (-10.0, -5.0, -2.0, -1.0, 0.0, 1.0, 2.0, 5.0, 10.0), (0.001, 0.01, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
     maps = {
@@ -291,13 +291,13 @@ def entropy_bound(seed: int = 0) -> list[Row]:
 
 
 STUDIES: dict[str, Study] = {
-    "dimension": Study("Larger d (Section 4)", "Does a larger d help attention to localise?", dimension),
+    "dimension": Study("Larger d (Section 4)", "Does a larger d help ρ to localise?", dimension),
     "softmax": Study("Three softmaxes (Section 2)", "How far is the piecewise softmax from softmax?", softmaxes),
     "symmetrised": Study(
         "Symmetrised ρ (Section 4)", "May an asymmetric W_QK be replaced by its symmetric part?", symmetrised
     ),
     "limits": Study("Limits of ρ(θ) (Lemma 2)", "Which limits hold, and where do boundary points go?", limits),
-    "regimes": Study("Regimes (Section 4)", "Where does attention look, for each ξ and η?", regimes),
+    "regimes": Study("Regimes (Section 4)", "Which shape has ρ, for each ξ and η?", regimes),
     "uniformity": Study("Uniformity (Lemma 2, limit 3)", "Does ξ → 0 alone make ρ flat?", uniformity),
     "orders": Study("Growth of the gradient (Appendix B.2)", "Does (19) dominate (20) and (21)?", gradient_orders),
     "diagonal": Study("Diagonal reduction (Section 3, Eq. 4)", "Do the terms γ̃_i^i suffice?", diagonal),

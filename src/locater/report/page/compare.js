@@ -93,8 +93,8 @@ function rhoPart(pair) {
     ),
     el(
       "p.note",
-      "ρ: share of blocks in which a token takes part in attention and its gradient, for the last query. ",
-      "One colour scale for all members.",
+      "ρ: share of blocks in which a token is on the slope of the paper's piecewise linear softmax, for the last query; ",
+      "softmax itself can look elsewhere. One colour scale for all members.",
     ),
   ];
 }

@@ -29,7 +29,7 @@ function measurementSection(section) {
     chosen.selects(),
     chosen.title(),
     el("div.pair", sides),
-    section.rho ? rhoByLayer(section) : [],
+    section.rho ? [rhoByLayer(section), rhoNote()] : [],
     section.predicted ? predictedPart(section, chosen) : [],
     alarmsPart(section.alarms, "None since the measurement it was compared with."),
     el("h3", "All heads"),

@@ -108,3 +108,11 @@ function rhoByLayer(section) {
   }));
   return captioned(["ρ by key and layer, mean over heads"], figure);
 }
+
+function rhoNote() {
+  return el(
+    "p.note",
+    "ρ: share of sequences in which a key is on the slope of the paper's piecewise linear softmax; softmax itself can ",
+    "look elsewhere.",
+  );
+}

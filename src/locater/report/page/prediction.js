@@ -36,8 +36,9 @@ function predictionSection(section) {
   return [
     el(
       "p.note",
-      "Where attention looks: ρ of each token, from the mean and the spread of the eigenvalues alone, and counted in ",
-      "simulated random walks.",
+      "ρ: the probability that a token is on the slope of the paper's piecewise linear softmax, from the mean and the ",
+      "spread of the eigenvalues alone, and counted in simulated random walks. Softmax itself can look elsewhere: ",
+      "locater study softmax.",
     ),
     legend(...FORMULAS.map(([, label, colour, dash]) => [swatch(`${colour} ${dash}`), label]), [
       swatch("text point"),

@@ -54,7 +54,7 @@ function headFacts(section, shownColumns, chosen) {
   const refresh = () => {
     const facts = shownColumns.map(([name, label]) => [label, shown(section.columns[name][chosen.row])]);
     const regime = section.regimes[section.regime[chosen.row]];
-    if (regime) facts.push(["looks", regime]);
+    if (regime) facts.push(["shape of ρ", regime]);
     box.replaceChildren(...facts.map(([label, value]) => el("div", el("dt", math(label)), el("dd", value))));
   };
   chosen.following.push({ refresh });
@@ -70,7 +70,7 @@ function scanSection(section) {
   const maps = there.map(([name, title, look]) =>
     captioned(math(title), headMap(section, title, columns[name], look, chosen)),
   );
-  const looks = section.regime.map((index) => (index === null ? "" : section.regimes[index]));
+  const shapes = section.regime.map((index) => (index === null ? "" : section.regimes[index]));
   const sorted = shownColumns.findIndex(([name]) => name === "spectral_norm");
   return [
     el("h3", "Layer × head"),
@@ -84,8 +84,13 @@ function scanSection(section) {
       el("div.detail", chosen.title(), headFacts(section, shownColumns, chosen)),
     ),
     el("h3", "All heads"),
+    el(
+      "p.note",
+      "Shape of ρ: where, in a random walk, tokens are likely on the slope of the paper's piecewise linear softmax; ",
+      "softmax itself can look elsewhere.",
+    ),
     headTable(section, shownColumns, chosen, { column: 2 + Math.max(sorted, 0), down: true }, [
-      { name: "looks", values: looks, words: true },
+      { name: "shape of ρ", values: shapes, words: true },
     ]),
   ];
 }
