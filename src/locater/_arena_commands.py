@@ -13,6 +13,7 @@ from locater import _terminal as terminal
 from locater._lab_commands import DataOption, DeviceOption, SetOption, StepsOption, changed, watching
 from locater._terminal import JsonOption
 from locater.errors import LocaterError
+from locater.io import nulled
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -141,8 +142,5 @@ def _cell(value: float) -> float | str:
 
 def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows for JSON: None where there is no finite number."""
-
-    def number(value: Any) -> Any:
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return [{str(key): number(value) for key, value in row.items()} for row in table.to_dict("records")]
+    rows: list[dict[str, Any]] = nulled(table.to_dict("records"))
+    return rows

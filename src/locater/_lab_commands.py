@@ -19,7 +19,7 @@ from rich.text import Text
 from locater import _terminal as terminal
 from locater._terminal import JsonOption
 from locater.errors import LocaterError
-from locater.files import write_file
+from locater.io import write_file
 
 if TYPE_CHECKING:
     from locater.lab import Config, Preset, Progress
@@ -35,7 +35,7 @@ FolderOption = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Where to write; a folder in runs if not given.")
 ]
 StepsOption = Annotated[int | None, typer.Option(help="Updates; the preset's if not given.")]
-PrecisionOption = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")]
+PrecisionOption = Annotated[str | None, typer.Option(help="fp32, bf16, fp16, or on a CPU fp64.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU if there is one.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other setting, as in --set batch=16.")

@@ -13,8 +13,9 @@ from rich.box import SIMPLE_HEAD
 
 from locater import _terminal as terminal
 from locater._reading import Reading, alarms_since, read
-from locater._terminal import JsonOption
+from locater._terminal import JsonOption, RevisionOption
 from locater.errors import LocaterError
+from locater.io import read_file
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,8 +30,9 @@ def register(app: typer.Typer) -> None:
 
 
 def measure_command(
-    model: Annotated[str, typer.Argument(help="A hub id, a folder, or a .gguf file.")],
+    model: Annotated[str, typer.Argument(help="A hub id (org/model@revision), a folder, or a .gguf file.")],
     text: Annotated[Path, typer.Option("--text", metavar="FILE", help="What the model is to read, in UTF-8.")],
+    revision: RevisionOption = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 256,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 8,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU if there is one.")] = None,
@@ -49,8 +51,8 @@ def measure_command(
     words = _text(text)
     _check_targets(plot, json_file)
     with terminal.progress("reading") as progress:
-        options: dict[str, Any] = {"length": length, "batch": batch, "device": device, "predicting": predicting}
-        seen = read(model, words, progress=progress, source=str(text), **options)
+        options: dict[str, Any] = {"revision": revision, "length": length, "batch": batch, "device": device}
+        seen = read(model, words, progress=progress, source=str(text), predicting=predicting, **options)
     content = {"model": model, "length": length, **seen.to_json()}
     alarms = None if since is None else alarms_since(since, content)
     if alarms is not None:
@@ -74,10 +76,7 @@ def measure_command(
 
 
 def _text(path: Path) -> str:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise LocaterError(f"cannot read the text {path}: {error.strerror}") from error
+    content = read_file(path)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -11,12 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locater.errors import LocaterError, require
+from locater.errors import LocaterError, reason, require
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Pretrained", "device_of", "quiet", "reason"]
+__all__ = ["Pretrained", "device_of", "quiet"]
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,12 @@ class Pretrained:
     files: dict[str, Any]  # how transformers is to be told of it
 
     @classmethod
-    def called(cls, name: str) -> Pretrained:
+    def called(cls, name: str, revision: str | None = None) -> Pretrained:
         """Code that comes with a model is not run, nor asked about."""
         path = Path(name)
-        common = {"trust_remote_code": False}
+        common: dict[str, Any] = {"trust_remote_code": False}
+        if path.exists() and revision is not None:
+            raise LocaterError(f"{name} is on this machine and has no revision {revision}: leave --revision out")
         if path.is_dir():
             return cls(name, {"pretrained_model_name_or_path": str(path), **common})
         if path.is_file():
@@ -42,7 +44,12 @@ class Pretrained:
             raise LocaterError(
                 f"{name} does not exist; give a folder, a .gguf file, or a hub id like organisation/model"
             )
-        return cls(name, {"pretrained_model_name_or_path": name, **common})
+        plain, _, tag = name.partition("@")
+        if tag and revision is not None:
+            raise LocaterError(f"the revision is given twice, {tag} and {revision}")
+        if tag or revision:
+            common["revision"] = tag or revision
+        return cls(name, {"pretrained_model_name_or_path": plain, **common})
 
     def sequences(self, text: str, length: int, source: str) -> tuple[torch.Tensor, int]:
         """The text as (sequences, length) token ids, and how many at the end of each only frame it."""
@@ -160,10 +167,4 @@ def _explained(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise LocaterError(f"{what}: {reason(error)}") from error
-
-
-def reason(error: BaseException) -> str:
-    """The first line of what went wrong."""
-    lines = str(error).strip().splitlines()
-    return lines[0].strip().removesuffix(" from one of:") if lines else type(error).__name__
+        raise LocaterError(f"{what}: {reason(error).removesuffix(' from one of:')}") from error

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locater._pretrained import Pretrained, device_of, quiet, reason
-from locater.errors import LocaterError, require
+from locater._pretrained import Pretrained, device_of, quiet
+from locater.errors import LocaterError, reason, require
+from locater.io import nulled, read_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,11 +41,11 @@ class Reading:
         more = {"predicted": {one.module: _prediction(one) for one in self.predicted}} if self.predicted else {}
         return {
             "sequences": self.sequences,
-            "heads": _records(self.heads),
-            "layers": _records(self.layers),
+            "heads": nulled(self.heads.to_dict("records")),
+            "layers": nulled(self.layers.to_dict("records")),
             "query": self.query,
-            "rho": {name: _lists(values) for name, values in self.rho.items()},
-            "entropy_by_position": {name: _lists(values) for name, values in self.entropy_by_position.items()},
+            "rho": nulled(self.rho),
+            "entropy_by_position": nulled(self.entropy_by_position),
             **more,
         }
 
@@ -54,21 +54,19 @@ def alarms_since(path: Path, now: dict[str, Any]) -> list[Alarm]:
     """What has collapsed since the measurement in a file, which must be of the same text and modules."""
     from locater.measure import alarms_between
 
-    try:
-        before = json.loads(path.read_bytes())
-    except OSError as error:
-        raise LocaterError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError:
-        raise LocaterError(f"{path} is no measurement: it is not JSON") from None
-    if not isinstance(before, dict) or not {"heads", "layers", "length", "sequences"} <= before.keys():
+    before = read_json(path)
+    if not {"heads", "layers", "length", "sequences"} <= before.keys():
         raise LocaterError(f"{path} is no measurement, as locater measure --json writes one")
     for name in ("length", "sequences"):
         if before[name] != now[name]:
-            raise LocaterError(f"{path} is of another text: its {name} is {before[name]}, here it is {now[name]}")
+            raise LocaterError(f"{path} is of another text: its {name} is {before[name]!r:.80}, here it is {now[name]}")
     try:
         lines = _log_lines(before)
+        damaged = not all(map(_is_log_line, lines))
     except (AttributeError, KeyError, TypeError):
-        raise LocaterError(f"{path} is a damaged measurement") from None
+        damaged = True
+    if damaged:
+        raise LocaterError(f"{path} is a damaged measurement")
     current = _log_lines(now)
     if [line["module"] for line in lines] != [line["module"] for line in current]:
         raise LocaterError(f"{path} is of another model: its attention modules are others")
@@ -88,34 +86,30 @@ def _log_lines(content: dict[str, Any]) -> list[dict[str, Any]]:
     return list(lines.values())
 
 
+def _is_log_line(line: dict[str, Any]) -> bool:
+    numbers = [line["rank_residual"], *line["entropy_share"], *line["max_logit"]]
+    return isinstance(line["module"], str) and all(
+        value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in numbers
+    )
+
+
 def _prediction(one: Prediction) -> dict[str, Any]:
     """ρ of the last token: measured in the sequences held out, and by each law, heads × keys; None where unknown."""
     made = {"general": one.general, "separable": one.separable, "walk": one.walk}
     return {
         "sequences": one.sequences,
-        "measured": _lists(one.measured),
-        **{law: None if values is None else _lists(values) for law, values in made.items()},
+        "measured": nulled(one.measured),
+        **nulled(made),
         "errors": one.errors(),
         "sampling_error": one.sampling_error(),
     }
-
-
-def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    return [{str(key): _finite(cell) for key, cell in row.items()} for row in table.to_dict("records")]
-
-
-def _lists(values: NDArray[np.float64]) -> list[list[float | None]]:
-    return [[_finite(value) for value in row] for row in values.tolist()]
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not abs(value) < float("inf") else value
 
 
 def read(
     model: str,
     text: str,
     *,
+    revision: str | None = None,
     length: int = 256,
     batch: int = 8,
     device: str | None = None,
@@ -129,7 +123,7 @@ def read(
     `predicting` runs them once more and sets `measure.predict` to work, which takes minutes on many heads."""
     require("transformers", "hf")
     place = device_of(device)
-    pretrained = Pretrained.called(model)
+    pretrained = Pretrained.called(model, revision)
     with quiet():
         ids, suffix = pretrained.sequences(text, length, source)
         if predicting and len(ids) < 4:

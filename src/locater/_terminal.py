@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
+import sys
+import unicodedata
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.box import HEAVY_HEAD, Box
@@ -16,14 +19,28 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from locater.errors import LocaterError
-from locater.files import write_file
+from locater.io import json_bytes, write_file
 
-__all__ = ["JsonOption", "OutOption", "SeedOption", "out", "progress", "table", "write_json"]
+__all__ = [
+    "JsonOption",
+    "OutOption",
+    "RevisionOption",
+    "SeedOption",
+    "discard_output",
+    "encode_what_can_be",
+    "out",
+    "progress",
+    "table",
+    "write_json",
+]
 
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
 ]
 OutOption = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the files; made if missing.")]
+RevisionOption = Annotated[
+    str | None, typer.Option("--revision", metavar="REV", help="Of a model on the hub: a branch, a tag or a commit.")
+]
 SeedOption = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
 
 
@@ -45,18 +62,50 @@ def progress(what: str) -> Iterator[Any]:
 
 def write_json(target: str, value: Any) -> None:
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
+        content = json_bytes(value)
+        if target == "-" and not _is_utf8(sys.stdout):
+            content = json.dumps(json.loads(content)).encode()  # in ASCII
     except ValueError as error:
         raise LocaterError("the numbers overflow and JSON cannot hold them; use smaller values") from error
     if target == "-":
-        print(text)
+        print(content.decode())
         return
-    write_file(Path(target), (text + "\n").encode())
+    write_file(Path(target), content + b"\n")
 
 
-def _plain(value: Any) -> Any:
-    """numpy's numbers and arrays as Python's."""
-    return value.tolist()
+def _is_utf8(stream: TextIO) -> bool:
+    return (getattr(stream, "encoding", None) or "utf-8").lower().replace("-", "").replace("_", "") == "utf8"
+
+
+def encode_what_can_be() -> None:
+    """Where the terminal has no Greek letters, their names; what else it cannot show becomes a question mark."""
+    codecs.register_error("locater", _spelt)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, ValueError, OSError):
+            stream.reconfigure(errors="locater")  # type: ignore[union-attr]
+
+
+def _spelt(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(map(_spelt_letter, error.object[error.start : error.end])), error.end
+
+
+def _spelt_letter(letter: str) -> str:
+    name = unicodedata.name(letter, "")
+    if name.startswith("GREEK"):
+        return name.split()[-1].lower().replace("lamda", "lambda")  # as Unicode spells it
+    plain = unicodedata.normalize("NFKD", letter)
+    return plain if plain.isascii() else {"−": "-", "×": "x", "√": "sqrt ", "…": "...", "█": "#"}.get(letter, "?")
+
+
+def discard_output() -> None:
+    """Nothing more goes to standard output: its reader is gone, or its disk is full, and Python would say so again."""
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        try:
+            sys.stdout.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def table(rows: list[dict[str, Any]], title: str, box: Box = HEAVY_HEAD) -> Table:

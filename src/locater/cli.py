@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from types import FrameType
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
 
 from locater import __version__, _arena_commands, _explore_commands, _lab_commands, _measure_commands, _report_commands
 from locater import _terminal as terminal
-from locater._terminal import JsonOption, OutOption, SeedOption
-from locater.errors import LocaterError
-from locater.files import writable_folder, write_file
+from locater._terminal import JsonOption, OutOption, RevisionOption, SeedOption
+from locater.errors import LocaterError, one_line, reason
+from locater.io import nulled, writable_folder, write_file
 
 __all__ = ["app", "main"]
 
@@ -27,7 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_STOPPED = 128 + signal.SIGINT
+_STOPPED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 _arena_commands.register(app)
 _explore_commands.register(app)
@@ -49,7 +53,7 @@ def rho_command(
     seed: SeedOption = 0,
     json_file: JsonOption = None,
 ) -> None:
-    """Signal propagation probability of every token, for normally distributed eigenvalues."""
+    """ρ of every token, for normally distributed eigenvalues: how likely it is on the slope of the paper's softmax."""
     import numpy as np
 
     from locater.theory import moments, normal_spectrum, regime, rho
@@ -112,13 +116,16 @@ def figure_command(
 
 @app.command("scan")
 def scan_command(
-    model: Annotated[str, typer.Argument(help="A folder, a .safetensors, .gguf, .bin or .pt file, or a hub id.")],
+    model: Annotated[
+        str, typer.Argument(help="A folder, a .safetensors, .gguf, .bin or .pt file, or a hub id (org/model@revision).")
+    ],
+    revision: RevisionOption = None,
     offset: Annotated[float, typer.Option(help="Under RoPE: key position minus query position.")] = 0.0,
     average_offsets: Annotated[
         int | None, typer.Option(help="Under RoPE: average W_QK over that many offsets from 0 down.")
     ] = None,
     fold_norm: Annotated[bool, typer.Option("--fold-norm", help="Fold in the norm before attention.")] = False,
-    tokens: Annotated[int, typer.Option(help="Length of the walk behind the regime.")] = 64,
+    tokens: Annotated[int, typer.Option(help="Length of the walk behind the regime (the shape of ρ).")] = 64,
     top: Annotated[int, typer.Option(min=1, help="How many heads to show.")] = 20,
     csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the whole table.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="DIR", help="Draw maps and eigenvalues.")] = None,
@@ -126,25 +133,27 @@ def scan_command(
 ) -> None:
     """The query-key spectrum of every head of a model, the largest logits first."""
     from locater.models import scan, spectra
+    from locater.models.checkpoint import open_checkpoint
 
     if plot is not None:
         writable_folder(plot)
     for target in (csv, None if json_file in (None, "-") else Path(str(json_file))):
         if target is not None and not target.parent.is_dir():
             raise LocaterError(f"cannot write {target}: there is no folder {target.parent}")
+    checkpoint = open_checkpoint(model, revision=revision)
     options: dict[str, Any] = {"offset": offset, "average_offsets": average_offsets, "fold_norm": fold_norm}
     with terminal.progress("scanning"):
-        table = scan(model, tokens=tokens, **options)
+        table = scan(checkpoint, tokens=tokens, **options)
         eigenvalues: dict[str, Any] = {}  # by module (heads, d_head), complex
         if plot is not None or json_file is not None:
             eigenvalues = {
-                each.attention.module: each.eigenvalues().cpu().numpy() for each in spectra(model, **options)
+                each.attention.module: each.eigenvalues().cpu().numpy() for each in spectra(checkpoint, **options)
             }
         written = [] if plot is None else _plot_scan(table, eigenvalues, model, plot)
     if csv is not None:
         write_file(csv, table.to_csv(index=False).encode())
     if json_file is not None:
-        rows = [{key: None if cell != cell else cell for key, cell in row.items()} for row in table.to_dict("records")]
+        rows = nulled(table.to_dict("records"))
         pairs = {module: _pairs(values) for module, values in eigenvalues.items()}
         terminal.write_json(
             json_file, {"model": model, **options, "tokens": tokens, "heads": rows, "eigenvalues": pairs}
@@ -154,7 +163,7 @@ def scan_command(
     counts = table["regime"].value_counts()
     console = terminal.out()
     console.print(
-        f"{model}: {len(table)} heads in {table['module'].nunique()} attention modules; "
+        f"{model}: {len(table)} heads in {table['module'].nunique()} attention modules; shape of ρ: "
         + ", ".join(f"{count} {name}" for name, count in counts.items()),
         highlight=False,
     )
@@ -209,8 +218,8 @@ def study_command(
     with terminal.progress(name):
         result = study.run(seed)
     if json_file is not None:
-        plain = [{key: None if cell != cell else cell for key, cell in row.items()} for row in result]
-        terminal.write_json(json_file, {"study": name, "question": study.question, "seed": seed, "rows": plain})
+        answer = {"study": name, "question": study.question, "seed": seed, "rows": nulled(result)}
+        terminal.write_json(json_file, answer)
     if json_file != "-":
         terminal.out().print(terminal.table(result, f"{study.title}: {study.question}"))
 
@@ -222,10 +231,11 @@ def demo_command(
     steps: Annotated[int | None, typer.Option(help="Updates of the trained models; the preset's if not given.")] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Predict where attention looks and simulate it; then train small language models with and without LocAteR."""
+    """Predict ρ and simulate it; then train small language models with and without LocAteR."""
     from locater import demo
     from locater.figures import draw, draw_run
 
+    config = demo.config(steps)
     folder = writable_folder(out)
     with terminal.progress("simulating") as progress:
         written = draw(5, folder, lambda share: progress(0.3 * share))
@@ -237,7 +247,7 @@ def demo_command(
         _print_predictions(results)
         print("Training three models as one program, on State of the Union addresses …", flush=True)
     with _lab_commands.watching() as watch:
-        runs = demo.train_models(folder, seed=seed, steps=steps, watch=watch)
+        runs = demo.train_models(folder, config, seed=seed, watch=watch)
     rows = _lab_commands.summary(runs)
     written += draw_run(runs, folder, "laptop")
     page, without = None, ""
@@ -271,15 +281,17 @@ def _print_predictions(results: list[dict[str, Any]]) -> None:
         {
             "mean": result["mean"],
             "std": result["std"],
-            "looks": result["regime"],
+            "shape of ρ": result["regime"],
             "predicted": _sparkline(result["rho"]["exact"]),
             "simulated": _sparkline(result["rho"]["simulated"]),
         }
         | {name: f"{result['largest_gap'][key]:.3f}" for name, key in gaps.items()}
         for result in results
     ]
-    console.print("Where attention looks: ρ from token 1 to the query, token 40, predicted from the")
-    console.print("mean and std of the eigenvalues of W_QK (d = 128), and counted in 4,000 walks.")
+    console.print("ρ, the chance that a token is on the slope of the paper's piecewise linear softmax,")
+    console.print("token 1 to the query, token 40: predicted from the mean and std of the eigenvalues")
+    console.print("of W_QK (d = 128), and counted in 4,000 walks. Softmax itself can look elsewhere:")
+    console.print("locater study softmax.")
     console.print(terminal.table(rows, "", box=SIMPLE_HEAD))
     console.print("exact, large T, printed: largest distance of each formula from the simulated ρ;")
     console.print(f"sampling explains up to {results[0]['four_standard_errors']:.3f} (4 standard errors).\n")
@@ -301,35 +313,88 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where a failure comes from.")] = False,
 ) -> None:
     """See, predict and control where a transformer's attention looks."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line: status 0, or 2 and one line for a user's mistake."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    """Runs the command line: status 0; 2 and one line for a user's mistake; 130 and 143 for Ctrl-C and SIGTERM."""
+    given = sys.argv[1:] if arguments is None else arguments
+    traceback = "--traceback" in given  # it may stand anywhere
+    words = [word for word in given if word != "--traceback"]
+    terminal.encode_what_can_be()
+    code: object = None
+    ctrl_c = _CtrlC()
     try:
-        code = app(arguments or ["--help"], standalone_mode=False)
-    except LocaterError as error:
-        _fail(str(error))
+        _check_working_folder()
+        with ctrl_c:
+            code = app(words or ["--help"], standalone_mode=False)
+        sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
         code = _STOPPED
-    except MemoryError:
-        _fail("not enough memory for a problem of this size")
-    except BrokenPipeError:
-        # the reader of our output went away, as `| head` does
-        sys.stderr.close()
-        sys.exit(0)
+    except SystemExit as leaving:  # by SIGTERM
+        code = leaving.code
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        terminal.discard_output()
     except Exception as error:
-        explain = getattr(error, "format_message", None)  # the parser's own errors
-        if explain is None:
+        if traceback:
             raise
-        _fail(f"{explain()} (locater --help lists the commands, locater COMMAND --help their options)")
-    if code == _STOPPED:  # by Ctrl-C, which some versions of typer turn into this status themselves
+        message, code = explained(error, words[0] if words else "")
+        if ctrl_c.pressed:
+            code = _STOPPED
+        terminal.discard_output()
+        with suppress(OSError):
+            print("" if ctrl_c.pressed else f"locater: {message}\n", end="", file=sys.stderr)
+    if code in (_STOPPED, _TERMINATED):
         print("locater: stopped", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(message: str) -> NoReturn:
-    print("locater: " + " ".join(message.split()), file=sys.stderr)
-    sys.exit(2)
+class _CtrlC:
+    """Remembers Ctrl-C: a library that is being imported may turn the KeyboardInterrupt into an error of its own."""
+
+    pressed = False
+
+    def __enter__(self) -> None:
+        here = threading.current_thread() is threading.main_thread()
+        self._usual = here and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._usual:
+            signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        if self._usual:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.pressed = True
+        signal.default_int_handler(number, frame)
+
+
+def _check_working_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:  # libraries fail in ways of their own then
+        raise LocaterError("the working directory is gone: change to another one") from error
+
+
+def explained(error: Exception, command: str) -> tuple[str, int]:
+    """An exception as one line for people, and the status to leave with."""
+    if isinstance(error, LocaterError):
+        return one_line(str(error)), 2
+    if (parser := getattr(error, "format_message", None)) is not None:
+        return one_line(f"{parser()} (locater --help lists the commands, locater COMMAND --help their options)"), 2
+    doing, rest = f"while running {one_line(command, 80)}", "(--traceback shows where)"
+    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "allocate memory" in str(error):
+        return f"not enough memory for a problem of this size, {doing}", 2
+    if isinstance(error, OSError):
+        where = "" if error.filename is None else f"{error.filename}: "
+        return one_line(f"{where}{reason(error)}, {doing} {rest}"), 2
+    if isinstance(error, RecursionError):
+        return f"something is nested too deep, {doing} {rest}", 2
+    if isinstance(error, UnicodeError):
+        return one_line(f"a name or a text is not Unicode ({reason(error)}), {doing} {rest}"), 2
+    return one_line(
+        f"{type(error).__name__} {doing}: {reason(error)}; this is a fault of locater's: please report what "
+        "--traceback shows"
+    ), 1

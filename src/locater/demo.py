@@ -1,20 +1,23 @@
-"""The main job, small: predict where attention looks, simulate it, train models with and without LocAteR."""
+"""The main job, small: predict ρ, simulate it, train models with and without LocAteR."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from locater.files import write_file
+from locater.io import write_file
 from locater.theory import TokenProcess, normal_spectrum, regime, rho
 from locater.theory.law import spectrum_of
 from locater.theory.simulate import rho_by_walks
 
-__all__ = ["KAPPAS", "SPECTRA", "compare", "train_models", "write_report"]
+if TYPE_CHECKING:
+    from locater.lab import Config
+
+__all__ = ["KAPPAS", "SPECTRA", "compare", "config", "train_models", "write_report"]
 
 SPECTRA = ((0.05, 0.02), (0.2, 0.05), (0.4, 0.1), (-0.2, 0.05), (0.0, 0.3), (0.1, 2.0))
 """Means and standard deviations of the eigenvalues of W_QK, a row of the demo each."""
@@ -44,15 +47,19 @@ KAPPAS = (None, 1.0, 100.0)
 """LocAteR's κ₂ of the trained models; None is without it."""
 
 
-def train_models(
-    out: Path, *, seed: int = 0, steps: int | None = None, watch: Callable[[str, Any], None] | None = None
-) -> Path:
+def config(steps: int | None = None) -> Config:
+    """The laptop preset's, with so many updates."""
+    from locater.lab import preset
+
+    chosen = preset("laptop").config
+    return chosen if steps is None else chosen.changed(steps=steps)
+
+
+def train_models(out: Path, config: Config, *, seed: int = 0, watch: Callable[[str, Any], None] | None = None) -> Path:
     """Trains the laptop preset's models, stacked; gives the folder of the sweep."""
     from locater.lab import members_for, preset, sweep
 
-    chosen = preset("laptop")
-    config = chosen.config if steps is None else chosen.config.changed(steps=steps)
-    members = members_for(config, KAPPAS, seeds=[seed], learning_rate=chosen.learning_rate)
+    members = members_for(config, KAPPAS, seeds=[seed], learning_rate=preset("laptop").learning_rate)
     folder = out / f"laptop-seed-{seed}"
     sweep(config, members, folder, watch=watch, about={"preset": "laptop"})
     return folder

@@ -47,7 +47,7 @@ class DecoupledLocAteR(Clocked):
     limit, the scale is the one that tokens meet, with the gain and shift of the norm before attention, where the
     registry knows one, and the queries' bias in it; W_Q, W_K and their biases are shrunk. A bias that the optimizer
     does not train beside its weight stays, and does not count. `target`, 2 / (the logits' scale) unless given, is where
-    the theory has tokens begin to localise, tr W_QK = 2 √d_head; a trace above it is left alone. With
+    ρ of the paper's random walk begins to localise, tr W_QK = 2 √d_head; a trace above it is left alone. With
     `growing_only=False` share is 1, there is no such limit, and a trace is lowered to its target, too. `schedule`, if
     given, multiplies the strength: a function of the number of steps taken, to let go at the end (at 0 nothing is
     done).

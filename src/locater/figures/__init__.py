@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locater.errors import LocaterError
-from locater.files import writable_folder, write_file
+from locater.io import writable_folder, write_file
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from locater.errors import LocaterError
 from locater.figures._paper import BLACK, BLUE, Drawing, Progress
-from locater.lab.series import FIGURE_OF, Array, Sweep, plain, read_sweep, stripes
+from locater.io import nulled
+from locater.lab.series import FIGURE_OF, Array, Sweep, read_sweep, stripes
 
 __all__ = ["curves", "figure", "propagation", "sweep_for"]
 
@@ -73,7 +74,7 @@ def curves(sweep: Sweep) -> Drawing:
     handles = [Line2D([], [], label=_label(kappa), **looks[kappa]) for kappa in sweep.kappas]
     axes.flat[5].legend(handles=handles, loc="center", fontsize=9, handlelength=3.2, labelspacing=0.7)
     about = {"model": _model(sweep), "band": "lowest to highest over seeds", "averaged_over": "layers and heads"}
-    return Drawing(drawn, plain({**about, "magnified": window, "lines": lines}))
+    return Drawing(drawn, nulled({**about, "magnified": window, "lines": lines}))
 
 
 def propagation(sweep: Sweep, kappa: float | None = None) -> Drawing:
@@ -133,7 +134,7 @@ def propagation(sweep: Sweep, kappa: float | None = None) -> Drawing:
     assert image is not None
     bar = r"signal propagation probability $\rho_i$" + ("" if sweep.rho.shape[2] == 1 else ", mean over heads")
     drawn.colorbar(image, ax=list(axes), label=bar, shrink=0.6, extend="both")
-    return Drawing(drawn, plain(data))
+    return Drawing(drawn, nulled(data))
 
 
 def _line(sweep: Sweep, kappa: float | None) -> dict[str, Any]:
@@ -267,6 +268,7 @@ def _setting(sweep: Sweep) -> str:
     model, data = sweep.config.model, sweep.config.data
     text = "the embedded corpus" if data is None else "WikiText-2" if data == "wikitext-2" else Path(data).name
     layers = f"{model.layers} layers" if model.layers > 1 else "1 layer"
+    layers += f", {model.heads} heads" if model.heads > 1 else ""
     strengths = {member.mean_strength for member in sweep.members if member.kappa_2 is not None}
     kappa_1 = "".join(rf", $\kappa_1 = {each * sweep.config.tokens_per_batch:.4g}$" for each in strengths)
     return f"{text}, $d = {model.width}$, {layers}, $T = {model.tokens}${kappa_1}"

@@ -7,9 +7,9 @@ beside the same reference.
 from __future__ import annotations
 
 import gc
-import json
 import math
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from locater.errors import LocaterError
-from locater.files import writable_folder, write_file
+from locater.errors import LocaterError, reason
+from locater.io import json_bytes, read_json, remove_unfinished, writable_folder, write_file
 from locater.lab.config import Config, Member
 from locater.lab.data import Corpus
+from locater.lab.lock import alone
 from locater.lab.stack import Stack
 
 __all__ = ["REFERENCE", "Cost", "read_costs", "time_contenders", "write_timing"]
@@ -145,19 +146,22 @@ def read_costs(folder: Path) -> dict[str, Cost]:
             for name, row in rows.items():
                 relative = row["milliseconds"] / rows[REFERENCE]["milliseconds"]
                 costs.setdefault(name, Cost(row["milliseconds"], relative, row.get("bytes", math.nan)))
-    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise LocaterError(
-            f"cannot read {folder / _FILE}: {type(error).__name__} {error}; remove it, and contenders are timed again"
+            f"cannot read {folder / _FILE}: {type(error).__name__} {reason(error)}; "
+            "remove it, and contenders are timed again"
         ) from error
     return costs
 
 
 def write_timing(folder: Path, timing: dict[str, Any]) -> None:
     """Adds what `time_contenders` gave to what the folder has."""
-    value = {"format": 1, "timings": [*_timings(folder), timing]}
-    write_file(writable_folder(folder) / _FILE, (json.dumps(value, indent=1) + "\n").encode())
+    with alone(writable_folder(folder), uuid.uuid4().hex):
+        remove_unfinished(folder)
+        value = {"format": 1, "timings": [*_timings(folder), timing]}
+        write_file(folder / _FILE, json_bytes(value, indent=1) + b"\n")
 
 
 def _timings(folder: Path) -> list[dict[str, Any]]:
     path = folder / _FILE
-    return list(json.loads(path.read_text())["timings"]) if path.exists() else []
+    return list(read_json(path)["timings"]) if path.exists() else []

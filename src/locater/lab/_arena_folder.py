@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import uuid
 from collections.abc import Sequence
@@ -10,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from locater.errors import LocaterError
+from locater.errors import LocaterError, reason
+from locater.io import inside, read_json
 from locater.lab.config import Config, Member
 from locater.lab.lock import alone
 from locater.lab.records import read_records, read_run
+from locater.lab.sweep import Plan
+from locater.lab.train import MAY_CHANGE
 
-__all__ = ["Entry", "conditions", "difference", "discard_unfinished", "entries_in"]
+__all__ = ["Entry", "check_groups", "conditions", "difference", "discard_unfinished", "entries_in"]
 
 # what may differ: the first is what is compared, and of the data the text itself is looked at
 _FREE = ("method", "data", "checkpoint_every")
@@ -29,10 +31,10 @@ class Entry:
     rule: int  # of its method, by which it was trained
     folder: Path
     config: Config
-    groups: dict[str, tuple[Member, ...]]
+    groups: dict[Path, tuple[Member, ...]]  # by the folder of each, which is inside this one
 
     def conditions(self) -> dict[str, Any]:
-        begun = [self.folder / name for name in self.groups if (self.folder / name / "run.json").exists()]
+        begun = [group for group in self.groups if (group / "run.json").exists()]
         text = read_run(begun[0]).about.get("corpus") if begun else None
         return conditions(self.config, [m for members in self.groups.values() for m in members], text)
 
@@ -40,7 +42,7 @@ class Entry:
         """By member, each with all records to its end, be that the last step or the one where it broke."""
         found: dict[str, list[dict[str, Any]]] = {}
         for group, members in self.groups.items():
-            by_member = _by_member(self.folder / group, members)
+            by_member = _by_member(group, members)
             if missing := _missing(self.config, by_member):
                 member, step = missing
                 raise LocaterError(
@@ -55,15 +57,18 @@ def entries_in(folder: Path) -> list[Entry]:
     """The contenders in this folder; sweeps of anything else are passed over."""
     found = []
     for path in sorted(folder.glob("*/sweep.json")):
+        value = read_json(path)
+        if "contender" not in value:
+            continue
         try:
-            value = json.loads(path.read_text())
-            if "contender" not in value:
-                continue
-            groups = {group["name"]: tuple(Member(**m) for m in group["members"]) for group in value["groups"]}
+            groups = {
+                inside(path.parent, group["name"], path): tuple(Member(**member) for member in group["members"])
+                for group in value["groups"]
+            }
             config = Config.from_json(value["config"])
-            found.append(Entry(value["contender"], value.get("rule", 1), path.parent, config, groups))
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise LocaterError(f"cannot read {path}: {error}") from error
+            found.append(Entry(str(value["contender"]), value.get("rule", 1), path.parent, config, groups))
+        except (ValueError, KeyError, TypeError) as error:
+            raise LocaterError(f"cannot read {path}: {reason(error)}") from error
     return found
 
 
@@ -85,14 +90,26 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, Any, An
     return None
 
 
-def discard_unfinished(entry: Entry) -> None:
-    """Removes the records of groups that were cut off, and what checkpoints there are: they are trained anew."""
-    for group, members in entry.groups.items():
-        folder = entry.folder / group
+def check_groups(plan: Plan) -> None:
+    """That the folders a plan is about to train in hold nothing, or the plan's own groups; changes nothing."""
+    for group in plan.groups:
+        folder = plan.folder / group.name
+        if not (folder / "run.json").exists():
+            continue
+        run, free = read_run(folder), dict.fromkeys(MAY_CHANGE)
+        same = run.members == group.members and run.config.to_json() | free == plan.config.to_json() | free
+        if not same or not (plan.folder / "sweep.json").exists():
+            raise LocaterError(f"{folder} holds a run that is not of this arena; choose another folder for the arena")
+
+
+def discard_unfinished(plan: Plan) -> None:
+    """Removes what there is of groups that were cut off, which are trained anew; `check_groups` comes before."""
+    for group in plan.groups:
+        folder = plan.folder / group.name
         if not (folder / "run.json").exists():
             continue
         with alone(folder, uuid.uuid4().hex):  # nobody trains there now, and whoever did has written all there is
-            if _missing(entry.config, _by_member(folder, members)):
+            if _missing(plan.config, _by_member(folder, group.members)):
                 # the metrics first: without run.json they would be taken for another run's
                 for name in ("metrics.jsonl", "metrics.jsonl.gz", "run.json"):
                     (folder / name).unlink(missing_ok=True)

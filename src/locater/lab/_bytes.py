@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from locater.errors import LocaterError
+from locater.io import read_file, unpacked
 
 __all__ = ["Bytes", "cut", "read_bytes"]
 
@@ -18,11 +17,11 @@ Bytes = NDArray[np.uint8]
 
 def read_bytes(path: Path) -> Bytes:
     """All of a file, of a .gz what is in it."""
-    try:
-        raw = path.read_bytes()
-        raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
-    except (OSError, EOFError, zlib.error) as error:
-        raise LocaterError(f"cannot read {path}: {error}") from error
+    raw = read_file(path)
+    if path.suffix == ".gz":
+        raw, whole = unpacked(path, raw)
+        if not whole:
+            raise LocaterError(f"cannot read {path}: it is cut off, damaged, or no gzip")
     if len(raw) < 20:
         raise LocaterError(f"{path} holds {len(raw)} bytes, too few for a text")
     return np.frombuffer(raw, dtype=np.uint8)

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from locater.errors import LocaterError, require
+from locater.errors import LocaterError, one_line, reason, require
+from locater.lab.checkpoint import newest_step
 from locater.lab.train import Progress, train
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _connection(ray: ModuleType, address: str | None) -> Iterator[None]:
             ray.init(address, **settings)
         except Exception as error:  # what Ray says has many classes
             what = "cannot start Ray here" if address == "local" else f"cannot connect to a Ray cluster at {address}"
-            raise LocaterError(f"{what}: {_lines(error)[0]:.200}") from error
+            raise LocaterError(f"{what}: {reason(error)}") from error
         yield
     finally:
         ray.shutdown()
@@ -172,8 +173,7 @@ class _Driver:
             self.watch(group.name, last)
 
     def _send_again(self, group: Group, error: Exception) -> None:
-        checkpoints = (self.plan.folder / group.name / "checkpoints").glob("step-*.json")
-        reached = max((int(path.stem.removeprefix("step-")) for path in checkpoints), default=0)
+        reached = newest_step(self.plan.folder / group.name / "checkpoints")
         deaths = self._deaths[group.name]
         deaths[reached] += 1
         if deaths[reached] >= _DEATHS:
@@ -209,9 +209,9 @@ class _Driver:
 
 def _complaint(failed: dict[str, str], groups: int) -> str:
     names: dict[str, list[str]] = {}
-    for name, reason in failed.items():
-        names.setdefault(reason, []).append(name)
-    said = "; ".join(f"{', '.join(sorted(group))}: {reason}" for reason, group in names.items())
+    for name, why in failed.items():
+        names.setdefault(why, []).append(name)
+    said = "; ".join(f"{', '.join(sorted(group))}: {why}" for why, group in names.items())
     others = groups - len(failed)
     return said + (f" (the other {others} of {groups} groups are finished)" if others else "")
 
@@ -220,16 +220,13 @@ def _reason(cause: BaseException) -> str:
     if isinstance(cause, LocaterError):
         return str(cause)
     if "failed to import on the worker" in str(cause):  # Ray's words, before sys.path and a traceback
-        return f"a node cannot import locater ({_lines(cause)[-1]}); install the same version on all nodes"
+        last = str(cause).strip().splitlines()[-1].strip()
+        return f"a node cannot import locater ({one_line(last, 200)}); install the same version on all nodes"
     return _described(cause)
 
 
 def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_lines(error)[0]:.200}"
-
-
-def _lines(error: BaseException) -> list[str]:
-    return [line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason given"]
+    return f"{type(error).__name__}: {reason(error)}"
 
 
 # ---------------------------------------------------------------------- on the nodes

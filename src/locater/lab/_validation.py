@@ -1,4 +1,4 @@
-"""What the members of a stack do with the validation text: their loss, and where their attention looks.
+"""What the members of a stack do with the validation text: loss, entropy, largest logit and ρ.
 
 Legend: E stacked models, B blocks, T tokens a block, N = B·T, H heads.
 """
@@ -39,7 +39,7 @@ def valid_loss(stack: Stack) -> Tensor:
 
 
 def look(stack: Stack) -> dict[str, Tensor]:
-    """Where attention looks, on the first whole blocks of the validation text."""
+    """Entropy, largest logit and ρ on the first whole blocks of the validation text."""
     model = stack.config.model
     heads: dict[str, list[Tensor]] = {"entropy": [], "max_logit": [], "rho": []}
     residual: list[Tensor] = []

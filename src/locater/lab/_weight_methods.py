@@ -75,7 +75,7 @@ class DecoupledLocAteR(Method):
         return decoupled_step(qk, step, nothing, nothing, rope=self._rope)
 
     def _target(self, like: Tensor) -> Tensor:
-        """Of the trace: where the theory has tokens begin to localise."""
+        """Of the trace: where ρ of the paper's random walk begins to localise."""
         return torch.full_like(like, 2 * math.sqrt(self.config.head_width))
 
 

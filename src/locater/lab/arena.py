@@ -16,12 +16,12 @@ import numpy as np
 
 from locater.errors import LocaterError
 from locater.lab._arena_cost import REFERENCE, Cost, read_costs, time_contenders, write_timing
-from locater.lab._arena_folder import conditions, difference, discard_unfinished, entries_in
+from locater.lab._arena_folder import check_groups, conditions, difference, discard_unfinished, entries_in
 from locater.lab.config import Config, Member, ModelConfig
 from locater.lab.data import Corpus, load_corpus
 from locater.lab.methods import METHODS
 from locater.lab.stack import check_sizes
-from locater.lab.sweep import sweep
+from locater.lab.sweep import Plan, run_plan
 from locater.lab.train import Progress, _device
 
 if TYPE_CHECKING:
@@ -157,25 +157,30 @@ def run_arena(
     corpus = load_corpus(arena.config.data, unit=arena.config.unit, vocabulary=arena.config.vocabulary)
     check_sizes(arena.config, corpus)
     _check_folder(arena, folder, corpus)
+    plans = [_plan(arena, name, folder, group_size) for name in arena.contenders]
+    for plan in plans:  # all of them, before anything is written or removed
+        plan.check()
+        check_groups(plan)
     known = read_costs(folder)
     if untimed := [name for name in arena.contenders if name not in known]:
         timed = {name: arena.planned(name) for name in (REFERENCE, *untimed)}
         first = {name: (config, members[0]) for name, (config, members) in timed.items()}
         write_timing(folder, time_contenders(first, corpus, place))
-    there = {entry.contender: entry for entry in entries_in(folder)}
-    for name in arena.contenders:
-        if name in there:
-            discard_unfinished(there[name])
-        config, members = arena.planned(name)
-        sweep(
-            config,
-            members,
-            folder / name,
-            group_size=group_size,
+    tell = watch or (lambda _group, _progress: None)
+    for name, plan in zip(arena.contenders, plans, strict=True):
+        discard_unfinished(plan)
+        run_plan(
+            plan,
+            corpus,
             device=device,
-            about={"contender": name, "rule": METHODS[config.model.method].rule},
-            watch=None if watch is None else lambda group, progress, name=name: watch(f"{name} {group}", progress),  # type: ignore[misc]
+            watch=lambda group, progress, name=name: tell(f"{name} {group}", progress),  # type: ignore[misc]
         )
+
+
+def _plan(arena: Arena, name: str, folder: Path, group_size: int) -> Plan:
+    config, members = arena.planned(name)
+    about = {"contender": name, "rule": METHODS[config.model.method].rule}
+    return Plan.of(folder / name, config, members, group_size, about)
 
 
 def _check_names(contenders: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from locater.io import nulled
 from locater.lab._comparing import (
     Noise,
     UndecidedError,
@@ -34,7 +35,7 @@ from locater.lab._comparing import (
     summaries,
     told_apart,
 )
-from locater.lab.series import FIGURE_OF, Array, Sweep, broken_line, plain, read_sweep, stripes
+from locater.lab.series import FIGURE_OF, Array, Sweep, broken_line, read_sweep, stripes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,7 +71,7 @@ def claims(folder: str | Path, *, noise: Noise = None) -> list[Claim]:
     """The claims of Section 7 and Appendix D against the sweep in this folder."""
     sweep = comparable(read_sweep(folder))
     end, model = int(sweep.steps[-1]), sweep.config.model
-    alike = model.norm == "post" and model.positions == "sines"
+    alike = model.norm == "post" and model.positions == "sines" and model.heads == 1
     number = FIGURE_OF.get((model.width, model.layers)) if alike else None
     figure, beside = f"Fig. {number or 6}", "" if number else " (of another model)"
     made = []
@@ -82,7 +83,7 @@ def claims(folder: str | Path, *, noise: Noise = None) -> list[Claim]:
         if end < sweep.config.steps:
             measured, verdict = f"at step {end:,} of {sweep.config.steps:,}: {measured}", CANNOT_TELL
         evidence = {"step": end, "steps": sweep.config.steps} | evidence
-        made.append(Claim(statement, place.format(figure=figure) + beside, measured, verdict, plain(evidence)))
+        made.append(Claim(statement, place.format(figure=figure) + beside, measured, verdict, nulled(evidence)))
     return made
 
 

@@ -28,7 +28,14 @@ __all__ = [
 
 def check_whole(name: str, value: Any, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise LocaterError(f"{name} must be a whole number of at least {least}, got {value!r:.80}")
+        raise LocaterError(f"{name} must be a whole number of at least {least}, got {_shown(value)}")
+    if value >= 2**63:
+        raise LocaterError(f"{name} must be below 2^63, got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """For a message; Python writes out no whole number of more than 4,300 digits."""
+    return f"{value!r:.80}" if not isinstance(value, int) or abs(value) < 10**80 else "one of over 80 digits"
 
 
 def _flag(name: str, value: Any) -> None:
@@ -113,7 +120,7 @@ class Config:
     final_rate: float = 1.0  # the learning rate at the last step, of what it is after the warm-up; a cosine in between
     release: float = 0.0  # the part of the training, its last, over which penalties and methods let go
     clip: float | None = None  # of a member's gradient norm, the penalty's gradient not counted
-    precision: str = "fp32"  # fp32, bf16, or fp16 with a loss scale of each member's own
+    precision: str = "fp32"  # fp32, bf16, fp16 with a loss scale of each member's own, or on a CPU fp64
     record_every: int = 500  # steps between records in the metrics
     record_early: bool = True  # and at 1, 2, 4, 8, … before the first of them
     checkpoint_every: int = 2_000  # steps between checkpoints; 0 writes none
@@ -135,7 +142,7 @@ class Config:
         for name in ("vocabulary", "valid_blocks"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name))
-        _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
+        _one_of("precision", self.precision, ("fp32", "bf16", "fp16", "fp64"))
         if self.precision == "fp16" and self.model.method == "z-loss":
             raise LocaterError("z-loss knows nothing of fp16's loss scale: train it in bf16 or fp32")
         for name in ("record_early", "details", "deterministic"):
@@ -190,8 +197,6 @@ class Member:
         if not self.name or any(c in self.name for c in "\n\r\t/\\"):
             raise LocaterError(f"a member's name must be one word that can be part of a file's name, got {self.name!r}")
         check_whole("seed", self.seed, least=0)
-        if self.seed >= 2**63:
-            raise LocaterError(f"seed must be below 2^63, got {self.seed}")
         for name in ("learning_rate", "decay", "scale_strength", "mean_strength", "strength"):
             _number(name, getattr(self, name))
         if not math.isfinite(self.target):

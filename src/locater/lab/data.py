@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,8 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 from locater.errors import LocaterError, require
-from locater.files import write_file
+from locater.io import open_file, write_file
+from locater.lab import _wikitext
 from locater.lab._bytes import Bytes, cut, read_bytes
 from locater.lab.config import check_whole, fingerprint
 
@@ -226,7 +226,7 @@ def _wikitext_2(cache: Path | None) -> _Text:
     for folder in _named("wikitext-2"):
         return _folder(folder, "wikitext-2")
     try:
-        return _wikitext_2_from_hub(cache)
+        return _Text("wikitext-2", _wikitext.fetched(cache), _wikitext.parquet_lines)
     except Exception as error:  # the hub's own errors have many classes
         reason = str(error).strip() or type(error).__name__
         if isinstance(error, ModuleNotFoundError):
@@ -235,34 +235,6 @@ def _wikitext_2(cache: Path | None) -> _Text:
             f"wikitext-2 is not in $LOCATER_DATA, here or in data, and could not be fetched from the hub: "
             f"{reason.splitlines()[0].partition('. ')[0].rstrip('.')}; {_WAY_OUT}"
         ) from error
-
-
-def _wikitext_2_from_hub(cache: Path | None) -> _Text:
-    import_module("pyarrow.parquet")  # to read what comes, so asked for before anything is fetched
-    hub = import_module("huggingface_hub")
-
-    def fetch(split: str) -> Path:
-        at = {
-            "repo_id": "Salesforce/wikitext",
-            "filename": f"wikitext-2-v1/{split}-00000-of-00001.parquet",
-            "repo_type": "dataset",
-            "revision": "b08601e04326c79dfdd32d625aee71d232d685c3",  # a commit: what was fetched once needs no network
-        }
-        known = hub.try_to_load_from_cache(**at)  # by whatever else uses the hub on this machine
-        return Path(known if isinstance(known, str) else hub.hf_hub_download(**at, cache_dir=cache and cache / "hub"))
-
-    names = {"train": "train", "valid": "validation", "test": "test"}
-    return _Text("wikitext-2", {split: [fetch(name)] for split, name in names.items()}, _parquet_lines)
-
-
-def _parquet_lines(path: Path) -> Iterator[list[str]]:
-    try:
-        table = import_module("pyarrow.parquet").read_table(path, columns=["text"])
-    except Exception as error:  # as many classes as the hub's
-        raise LocaterError(
-            f"{path} is not the parquet file it should be; remove it, and it is fetched again"
-        ) from error
-    return (line.split() for line in table.column("text").to_pylist())  # a row a line, empty ones too
 
 
 # Bytes
@@ -291,7 +263,7 @@ def _cut_file(path: Path) -> dict[str, Bytes]:
 
 
 def _plain_bytes(text: _Text, path: Path) -> Bytes:
-    if text.read is not _parquet_lines:
+    if text.read is not _wikitext.parquet_lines:
         return read_bytes(path)
     return np.frombuffer("".join(" ".join(line) + "\n" for line in text.read(path)).encode(), dtype=np.uint8)
 
@@ -388,8 +360,5 @@ def _write_entry(entry: Path, corpus: Corpus) -> None:
 
 
 def _digest(path: Path) -> str:
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise LocaterError(f"cannot read {path}: {error.strerror}") from error
+    with open_file(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -32,7 +32,7 @@ _NARROW = 64  # up to this width, making e again costs less than writing and rea
 
 
 class LossGradient(NamedTuple):
-    losses: Tensor  # (E, N) nats, float32
+    losses: Tensor  # (E, N) nats, float32, or float64 as x
     x: Tensor  # (E, N, D), the gradient of Σ weight · loss, in float32 or as x
     table: Tensor  # (E, V, D), likewise, in float32
 
@@ -48,11 +48,11 @@ def losses(x: Tensor, table: Tensor, targets: Tensor) -> Tensor:
         x, table = _summable(x, table)
         z, capped = torch.empty_like(shift), _may_exceed_cap(x, table, shift)
         for e, rows, buffer in _chunks(x, table):
-            z[e, rows] = _exponentials(x[e, rows], table[e], shift[e, rows], buffer, capped).sum(1, dtype=torch.float32)
+            z[e, rows] = _exponentials(x[e, rows], table[e], shift[e, rows], buffer, capped).sum(1, dtype=shift.dtype)
     found = z.log()
     for e in torch.nonzero((found > 0.99 * CAP).any(1)).flatten().tolist():  # a model that has diverged
         for rows in torch.arange(x.shape[1], device=x.device).split(1024):
-            found[e, rows] = (x[e, rows].float() @ table[e].float().mT).logsumexp(1) - shift[e, rows]
+            found[e, rows] = (_wide(x[e, rows]) @ _wide(table[e]).mT).logsumexp(1) - shift[e, rows]
     return found
 
 
@@ -60,7 +60,7 @@ def loss_and_gradient(
     x: Tensor, table: Tensor, targets: Tensor, weights: Tensor, out: Tensor | None = None
 ) -> LossGradient:
     """The losses, and the gradients of Σ weights · losses; the table's into `out` (E, V, D) where given."""
-    gradient = torch.empty(table.shape, dtype=torch.float32, device=x.device) if out is None else out
+    gradient = torch.empty(table.shape, dtype=_wide_dtype(x), device=x.device) if out is None else out
     if _few_words(x, table):
         return _by_softmax(x, table, targets, weights, gradient)
     shift = _target_logits(x, table, targets)
@@ -70,7 +70,7 @@ def loss_and_gradient(
     z, dx, capped = torch.empty_like(shift), torch.empty_like(x), _may_exceed_cap(x, table, shift)
     for e, rows, buffer in _chunks(x, table):
         exponentials = _exponentials(x[e, rows], table[e], shift[e, rows], buffer, capped)
-        z[e, rows] = total = exponentials.sum(1, dtype=torch.float32)
+        z[e, rows] = total = exponentials.sum(1, dtype=shift.dtype)
         exponentials.scatter_(1, targets[e, rows, None], (1 - total)[:, None].to(x.dtype))
         factor = (weights[e, rows] / total)[:, None]
         dx[e, rows] = ((exponentials @ table[e]) * factor).to(x.dtype)
@@ -105,8 +105,16 @@ def _logits(x: Tensor, table: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     """In float32, of half factors too."""
     if a.dtype == torch.float32 or not a.is_cuda:
-        return torch.bmm(a.float(), b.float())
+        return torch.bmm(_wide(a), _wide(b))
     return torch.bmm(a, b, out_dtype=torch.float32)
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(_wide_dtype(x))
 
 
 def _few_words(x: Tensor, table: Tensor) -> bool:
@@ -152,11 +160,11 @@ def _summable(x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_kernels(x: Tensor) -> bool:
-    return x.dtype != torch.float32 and x.shape[-1] <= 128 and _kernels.available(x)
+    return x.dtype.itemsize == 2 and x.shape[-1] <= 128 and _kernels.available(x)
 
 
 def _target_logits(x: Tensor, table: Tensor, targets: Tensor) -> Tensor:
-    logits: Tensor = torch.linalg.vecdot(x.float(), embed(table, targets).float())
+    logits: Tensor = torch.linalg.vecdot(_wide(x), _wide(embed(table, targets)))
     return logits
 
 
@@ -175,8 +183,8 @@ def _may_exceed_cap(x: Tensor, table: Tensor, shift: Tensor) -> bool:
     """Whether ‖x‖ · max ‖w‖, which no logit exceeds, leaves any doubt: a pass over all logits that is seldom needed."""
     if x.is_cuda:
         return True  # the pass costs less than waiting for the answer
-    longest = torch.linalg.vector_norm(table, dim=-1, dtype=torch.float32).amax(1, keepdim=True)
-    bound = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) * longest - shift
+    longest = torch.linalg.vector_norm(table, dim=-1, dtype=shift.dtype).amax(1, keepdim=True)
+    bound = torch.linalg.vector_norm(x, dim=-1, dtype=shift.dtype) * longest - shift
     return not bool((bound < CAP).all())  # also where something is not a number
 
 

@@ -52,7 +52,7 @@ class Softcap(Method):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         cap = self.strength[:, None, None, None, None]
-        s = (q @ k.mT).float() * (scale / cap)
+        s = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * (scale / cap)
         s = s.tanh() * cap
         hidden = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu_(1)
         return (s.masked_fill(hidden, -math.inf).softmax(-1).to(v.dtype) @ v).flatten(0, 1)
@@ -75,7 +75,7 @@ class ZLoss(Method):
 
 def _z_gradient(q: Tensor, k: Tensor, strength: Tensor) -> tuple[Tensor, Tensor]:
     scale = 1 / math.sqrt(q.shape[-1])
-    s = (q @ k.mT).float() * scale
+    s = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
     s.masked_fill_(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu_(1), -math.inf)
     lse = s.logsumexp(-1, keepdim=True)
     p = s.sub_(lse).exp_()
@@ -123,7 +123,7 @@ class SigmaReparam(Method):
                     torch.randn(w.shape[1], w.shape[3], generator=torch.Generator().manual_seed(seed + i))
                     for seed in seeds.tolist()
                 ]
-                self._right[full] = functional.normalize(torch.stack(drawn).to(w.device), dim=-1)
+                self._right[full] = functional.normalize(torch.stack(drawn).to(w), dim=-1)
                 self._left[full], self._sigma[full] = w.new_empty(w.shape[:3]), w.new_empty(w.shape[:2])
         for _ in range(60):
             self.refresh(values)

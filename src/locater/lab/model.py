@@ -100,10 +100,12 @@ def initial(config: ModelConfig, vocabulary: int, seed: int) -> dict[str, Tensor
     return tables | {name: draw(name, shape) for name, shape in body_shapes(config).items()}
 
 
-def positions(tokens: int, width: int, device: torch.device | None = None) -> Tensor:
+def positions(
+    tokens: int, width: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """(T, D): all sines, then all cosines, counted from the index after the padding's."""
     half = width // 2
-    frequencies = torch.exp(torch.arange(half, device=device) * -(math.log(10_000) / (half - 1)))
+    frequencies = torch.exp(torch.arange(half, device=device, dtype=dtype) * -(math.log(10_000) / (half - 1)))
     angles = (torch.arange(tokens, device=device) + PAD + 1)[:, None] * frequencies
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 
@@ -156,7 +158,8 @@ def hidden_states(
     t = config.tokens
     rope, x = rope_of(config, embedded.device), embedded * math.sqrt(d)
     if rope is None:
-        x = (x.view(e, -1, t, d) + positions(t, d, embedded.device).to(embedded.dtype)).view(e, -1, d)
+        sines = positions(t, d, embedded.device, torch.promote_types(embedded.dtype, torch.float32))
+        x = (x.view(e, -1, t, d) + sines.to(embedded.dtype)).view(e, -1, d)
     else:
         angles = rope.angles(torch.arange(t, device=embedded.device), embedded.dtype)
     x = dropout(x, drop.key(0), drop.rate) if drop else x

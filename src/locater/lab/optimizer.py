@@ -21,8 +21,8 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 class Segment:
     """Parameters that are updated together, (E, …) each."""
 
-    value: Tensor  # float32
-    gradient: Tensor  # float32
+    value: Tensor  # float32, or float64
+    gradient: Tensor  # likewise
     first: Tensor  # Adam's moments
     second: Tensor
     low: Tensor  # what the products use: a half-precision copy of `value`, or `value` itself
@@ -30,7 +30,7 @@ class Segment:
     @classmethod
     def of(cls, value: Tensor, dtype: torch.dtype) -> Segment:
         gradient, first, second = (torch.zeros_like(value) for _ in range(3))
-        return cls(value, gradient, first, second, value if dtype == torch.float32 else value.to(dtype))
+        return cls(value, gradient, first, second, value.to(dtype))  # itself, if that is its dtype
 
     def state(self) -> dict[str, Tensor]:
         return {"value": self.value, "first": self.first, "second": self.second}

@@ -14,7 +14,7 @@ from locater.errors import LocaterError
 from locater.lab.config import Config, Member
 from locater.lab.records import Run, read_metrics, read_runs
 
-__all__ = ["FIGURE_OF", "Array", "Stripes", "Sweep", "broken_line", "plain", "read_sweep", "stripes"]
+__all__ = ["FIGURE_OF", "Array", "Stripes", "Sweep", "broken_line", "read_sweep", "stripes"]
 
 Array: TypeAlias = NDArray[np.float64]
 
@@ -147,17 +147,6 @@ def _compared(config: Config) -> Config:
 
 def _shape(width: int, layers: int) -> str:
     return f"d = {width}, {layers} layer{'s' if layers > 1 else ''}"
-
-
-def plain(value: Any) -> Any:
-    """Arrays as lists, and None for what JSON has no number for."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist())
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 @dataclass(frozen=True)

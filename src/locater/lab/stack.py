@@ -39,7 +39,7 @@ from locater.qk import QK
 
 __all__ = ["Stack", "TokenBlocks", "check_sizes"]
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FIRST_SCALE, _GROWTH_INTERVAL = 128.0, 2_000  # of the loss under fp16
 _WARM_UP = 2  # updates on a GPU before one is recorded: kernels are compiled, workspaces made
 
@@ -80,14 +80,17 @@ class Stack:
 
     def __init__(self, config: Config, members: Sequence[Member], corpus: Corpus, device: torch.device) -> None:
         self.config, self.members, self.device = config, tuple(members), device
+        if config.precision == "fp64" and device.type != "cpu":
+            raise LocaterError(f"fp64 is for comparisons on a CPU, not on {device}: train in fp32, bf16 or fp16")
         e, dtype = len(self.members), _DTYPES[config.precision]
+        self._wide = torch.promote_types(dtype, torch.float32)  # what is summed up and updated
         shape = config.model
         self.train, self.valid = (
             TokenBlocks(corpus.splits[split], shape.tokens, EOS, device) for split in ("train", "valid")
         )
         check_sizes(config, corpus)
         starts = [initial(shape, len(corpus.words), member.seed) for member in self.members]
-        stacked = {name: torch.stack([start[name] for start in starts]) for name in starts[0]}
+        stacked = {name: torch.stack([start[name] for start in starts]).to(self._wide) for name in starts[0]}
         del starts
         body = torch.cat([stacked[name].flatten(1) for name in body_shapes(shape)], dim=1)
         body = functional.pad(body, (0, -body.shape[1] % 16))  # so that every member's row starts where wide loads can
@@ -100,22 +103,22 @@ class Stack:
             return torch.tensor(values, dtype=dtype, device=device)
 
         self.seeds = column([m.seed for m in self.members], torch.int64)
-        rates = (column([getattr(m, name) for m in self.members], torch.float32) for name in ("learning_rate", "decay"))
-        self.method = method_of(shape, column([m.strength for m in self.members], torch.float32))
+        rates = (column([getattr(m, name) for m in self.members], self._wide) for name in ("learning_rate", "decay"))
+        self.method = method_of(shape, column([m.strength for m in self.members], self._wide))
         self.method.start(self.body(self.segments["body"].value), self.seeds)
         self._copy_low()
         self._optimizer = AdamW(list(self.segments.values()), *rates)
         self._strengths = [
-            column([getattr(m, name) for m in self.members], torch.float32)[:, None]
+            column([getattr(m, name) for m in self.members], self._wide)[:, None]
             for name in ("scale_strength", "mean_strength", "target")
         ]
         self._regularised = any(m.scale_strength or m.mean_strength for m in self.members)
         self.step = 0
         self._clock = column(0, torch.int64)  # the same, where the device can read it
-        self.losses = column([0.0] * e, torch.float32)  # of the last batch
+        self.losses = column([0.0] * e, self._wide)  # of the last batch
         self.updates = column([0] * e, torch.int64)  # skipped ones do not count
         self.broke_at = column([-1] * e, torch.int64)  # the step at which the loss was not finite
-        self.loss_scale = column([_FIRST_SCALE if config.precision == "fp16" else 1.0] * e, torch.float32)
+        self.loss_scale = column([_FIRST_SCALE if config.precision == "fp16" else 1.0] * e, self._wide)
         self.good_steps = column([0] * e, torch.int64)  # since the loss scale changed
         self.loss_sum = column([0.0] * e, torch.float64)  # since the last record
         self.loss_count = column([0] * e, torch.int64)
@@ -145,7 +148,7 @@ class Stack:
         return self.segments.get("output", self.segments["embedding"])
 
     def parameters(self, e: int) -> dict[str, Tensor]:
-        """One member's, in float32, as `initial` names them."""
+        """One member's, in float32 (or float64), as `initial` names them."""
         tables = {name: s.value[e] for name, s in self.segments.items() if name != "body"}
         return tables | {name: value[e] for name, value in self.body(self.segments["body"].value).items()}
 
@@ -190,7 +193,7 @@ class Stack:
         model, config = self.config.model, self.config
         inputs, targets = self.train(self._blocks())
         counted = targets != PAD
-        weights = counted / counted.sum(1, keepdim=True)
+        weights = counted.to(self._wide) / counted.sum(1, keepdim=True)
         drop = Dropout(model.dropout, self.seeds, self._clock, dropout_sites(model)) if model.dropout else None
         table = self.segments["embedding"]
         low = self.body(self.segments["body"].low)
@@ -206,7 +209,7 @@ class Stack:
         gradient = self.segments["body"].gradient
         together = torch.cat([part.flatten(1) for part in of_body], dim=1)
         gradient[:, : together.shape[1]] = together
-        rows = of_embedded.float()
+        rows = of_embedded.to(self._wide)
         if config.precision == "fp16":
             gradient /= self.loss_scale[:, None]
             rows = rows / self.loss_scale[:, None, None]
@@ -260,7 +263,7 @@ class Stack:
     def _schedule(self) -> Tensor:
         """What the learning rates are multiplied by at the update the clock is at."""
         config = self.config
-        at = (self._clock + 1).float()
+        at = (self._clock + 1).to(self._wide)
         whole = max(1, config.steps - config.warmup)
         done = ((at - config.warmup) / whole).clamp(0, 1)
         cosine = config.final_rate + (1 - config.final_rate) * (1 + torch.cos(math.pi * done)) / 2
@@ -274,7 +277,7 @@ class Stack:
 
     def _hold(self) -> Tensor:
         """1, and down to 0 over the last part of the training in which methods let go."""
-        left = (self.config.steps - self._clock.float()) / self.config.steps
+        left = (self.config.steps - self._clock.to(self._wide)) / self.config.steps
         return (left / self.config.release).clamp(max=1) if self.config.release else torch.ones_like(left)
 
     def _add_penalty_gradient(self, hold: Tensor) -> None:

@@ -6,20 +6,23 @@ not finished.
 
 from __future__ import annotations
 
-import json
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from locater.errors import LocaterError
-from locater.files import writable_folder, write_file
+from locater.errors import LocaterError, reason
+from locater.io import json_bytes, read_json, remove_unfinished, writable_folder, write_file
 from locater.lab.config import Config, Member
-from locater.lab.data import load_corpus
+from locater.lab.data import Corpus, load_corpus
+from locater.lab.lock import alone
 from locater.lab.stack import check_sizes
 from locater.lab.train import MAY_CHANGE, Progress, train
 
-__all__ = ["Group", "Plan", "sweep"]
+__all__ = ["Group", "Plan", "run_plan", "sweep"]
+
+_FILE = "sweep.json"
 
 
 @dataclass(frozen=True)
@@ -49,27 +52,34 @@ class Plan:
         groups = tuple(Group(f"group-{i:02d}", part) for i, part in enumerate(parts))
         return cls(Path(folder).absolute(), config, groups, about)
 
-    def write(self) -> None:
-        """Puts the plan into the folder; one that is there must be the same (more steps are welcome)."""
+    def check(self) -> None:
+        """That the folder is free for this plan, or holds the same (more steps are welcome); changes nothing."""
         if (self.folder / "run.json").exists():
             raise LocaterError(f"{self.folder} holds a single run; choose another folder for a sweep")
-        path = writable_folder(self.folder) / "sweep.json"
-        config = self.config.to_json()
-        groups = [{"name": g.name, "members": [m.to_json() for m in g.members]} for g in self.groups]
-        if path.exists():
-            try:
-                earlier = json.loads(path.read_text())
-                free = dict.fromkeys(MAY_CHANGE)
-                then = Config.from_json(earlier["config"]).to_json()  # an older file lacks what is newer
-                same = earlier["groups"] == groups and then | free == config | free
-            except (ValueError, KeyError, TypeError) as error:
-                raise LocaterError(f"cannot read {path}: {error}") from error
-            if not same:
-                raise LocaterError(
-                    f"{self.folder} holds another sweep; choose another folder, or remove it to start anew"
-                )
-        value = {"format": 1, "config": config, "groups": groups, **self.about}
-        write_file(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+        path = self.folder / _FILE
+        if not path.exists():
+            return
+        earlier = read_json(path)
+        free = dict.fromkeys(MAY_CHANGE)
+        try:
+            then = Config.from_json(earlier["config"]).to_json()  # an older file lacks what is newer
+            members = [[Member(**member).to_json() for member in group["members"]] for group in earlier["groups"]]
+            names = [group["name"] for group in earlier["groups"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise LocaterError(f"cannot read {path}: {reason(error)}") from error
+        now = self.config.to_json()
+        planned = [[member.to_json() for member in group.members] for group in self.groups]
+        if (names, members, then | free) != ([group.name for group in self.groups], planned, now | free):
+            raise LocaterError(f"{self.folder} holds another sweep; choose another folder, or remove it to start anew")
+
+    def write(self) -> None:
+        """Puts the plan into the folder, if it is free for it."""
+        self.check()
+        groups = [{"name": group.name, "members": [m.to_json() for m in group.members]} for group in self.groups]
+        value = {"format": 1, "config": self.config.to_json(), "groups": groups, **self.about}
+        with alone(writable_folder(self.folder), uuid.uuid4().hex):
+            remove_unfinished(self.folder)
+            write_file(self.folder / _FILE, json_bytes(value, indent=1) + b"\n")
 
 
 def sweep(
@@ -99,10 +109,19 @@ def sweep(
         return plan
     corpus = load_corpus(config.data, unit=config.unit, vocabulary=config.vocabulary)
     check_sizes(config, corpus)  # before anything is written
+    run_plan(plan, corpus, device=device, watch=tell)
+    return plan
+
+
+def run_plan(
+    plan: Plan, corpus: Corpus, *, device: str | None = None, watch: Callable[[str, Progress], None] | None = None
+) -> None:
+    """Trains the groups of a plan here, one after the other."""
+    tell = watch or (lambda _group, _progress: None)
     plan.write()
     for group in plan.groups:
         train(
-            config,
+            plan.config,
             group.members,
             plan.folder / group.name,
             corpus=corpus,
@@ -110,4 +129,3 @@ def sweep(
             watch=lambda progress, name=group.name: tell(name, progress),  # type: ignore[misc]
             about=plan.about,
         )
-    return plan

@@ -12,14 +12,14 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from locater import __version__
 from locater.errors import LocaterError, require
-from locater.files import writable_folder
+from locater.io import remove_unfinished, writable_folder
 from locater.lab import checkpoint
 from locater.lab.config import Config, Member, fingerprint
 from locater.lab.data import Corpus, load_corpus
@@ -28,7 +28,7 @@ from locater.lab.methods import METHODS
 from locater.lab.records import MetricsFile, Run, read_records, read_run, write_run
 from locater.lab.stack import Stack, check_sizes
 
-__all__ = ["MAY_CHANGE", "Progress", "train"]
+__all__ = ["MAY_CHANGE", "Progress", "Terminated", "train"]
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,9 @@ def train(
 ) -> Run:
     """Trains the members together into `folder`; if that holds this run's checkpoints, goes on from the last one.
 
-    Ctrl-C ends after the current step with a checkpoint written, and is raised as KeyboardInterrupt then. A folder
-    in use is waited for a while, longer if an earlier process of the same `owner` has it.
+    Ctrl-C, or SIGTERM as schedulers send it, ends after the current step with a checkpoint written, and is raised then
+    as KeyboardInterrupt or `Terminated`, a SystemExit. A folder in use is waited for a while, longer if an earlier
+    process of the same `owner` has it.
     """
     members = tuple(members)
     names = [member.name for member in members]
@@ -84,22 +85,26 @@ def train(
     check_sizes(config, corpus)
     writable_folder(folder)
     with _determinism(config.deterministic), alone(folder, owner or uuid.uuid4().hex):
+        remove_unfinished(folder)
         loaded = checkpoint.load_newest(folder / "checkpoints", _fingerprint(run))
-        if loaded is None and _finished_without(run):
+        if loaded is None and _finished_without(run, earlier):
             return run
         if loaded is not None and loaded.step > config.steps:
             raise LocaterError(f"the run in {folder} is at step {loaded.step:,} already, beyond {config.steps:,}")
         stack = Stack(config, members, corpus, place)
         if loaded is not None:
             stack.load_state(loaded.state)
+        kept = -1 if loaded is None else loaded.step  # records up to this step
+        metrics = MetricsFile(folder, kept, None if loaded is None else loaded.records)
         write_run(run)
         began = time.perf_counter()
-        keep_until = -1 if loaded is None else loaded.step
-        with _Interrupts() as interrupts, _outputs(folder, keep_until, tensorboard) as record:
+        with _Interrupts() as interrupts, _outputs(metrics, kept, tensorboard) as record:
             try:
-                _Session(stack, run, record, interrupts, watch).run_to_the_end(_note(loaded))
+                _Session(stack, run, metrics, record, interrupts, watch).run_to_the_end(_note(loaded))
             finally:
-                run.about["seconds"] = round(run.about.get("seconds", 0.0) + time.perf_counter() - began, 1)
+                before = run.about.get("seconds")
+                spent = time.perf_counter() - began + (before if isinstance(before, int | float) else 0.0)
+                run.about["seconds"] = round(spent, 1)
                 write_run(run)
     return run
 
@@ -111,11 +116,12 @@ class _Session:
         self,
         stack: Stack,
         run: Run,
+        metrics: MetricsFile,
         record: Callable[[list[dict[str, Any]]], None],
         interrupts: _Interrupts,
         watch: Watch | None,
     ) -> None:
-        self.stack, self.run, self.record, self.interrupts = stack, run, record, interrupts
+        self.stack, self.run, self.metrics, self.record, self.interrupts = stack, run, metrics, record, interrupts
         self.watch = watch or (lambda _: None)
         self.perplexities: dict[str, float | None] = {}
         steps = zip(stack.members, stack.broke_at.tolist(), strict=True)
@@ -138,7 +144,7 @@ class _Session:
             if self.interrupts.wanted:
                 if config.checkpoint_every and saved < stack.step:
                     self._save()
-                raise KeyboardInterrupt
+                raise self.interrupts.wanted
             if (now := time.perf_counter()) - told > 0.5:
                 told = now
                 self._tell(began, first)
@@ -147,7 +153,8 @@ class _Session:
         self._tell(began, first, done=True)
 
     def _save(self) -> None:
-        checkpoint.save(self.run.folder / "checkpoints", self.stack.step, self.stack.state(), self._fingerprint)
+        folder, state = self.run.folder / "checkpoints", self.stack.state()
+        checkpoint.save(folder, self.stack.step, state, self._fingerprint, self.metrics.checksums)
 
     def _measure(self) -> None:
         records = self.stack.measure()
@@ -183,19 +190,23 @@ def _note(loaded: checkpoint.Loaded | None) -> str:
     return f"going on from step {loaded.step}{damaged}"
 
 
-def _finished_without(run: Run) -> bool:
-    """Whether a run that left no checkpoint has come to its end; one that is lost in between is not overwritten."""
+def _finished_without(run: Run, earlier: Run | None) -> bool:
+    """Whether a run that left no checkpoint has come to its end; one that is lost in between is not overwritten.
+
+    A step's record is written before its checkpoint: a run that was killed before it had any begins anew.
+    """
     records = read_records(run.folder)
-    last = max((record["step"] for record in records), default=0)
-    if last >= run.config.steps or (records and all("broke_at" in r for r in records if r["step"] == last)):
+    if not records:
+        return False
+    last = max(record["step"] for record in records)
+    if earlier is not None and last <= min(earlier.config.checkpoint_every, earlier.config.steps):
+        return False
+    if last >= run.config.steps or all("broke_at" in record for record in records if record["step"] == last):
         return True
-    every = run.config.checkpoint_every
-    if records and (not every or last >= every):
-        raise LocaterError(
-            f"the run in {run.folder} ended at step {last:,} and left no checkpoint to go on from; "
-            "remove the folder to start anew, or choose another one"
-        )
-    return False
+    raise LocaterError(
+        f"the run in {run.folder} ended at step {last:,} and left no checkpoint to go on from; "
+        "remove the folder to start anew, or choose another one"
+    )
 
 
 def _check_same(earlier: Run, run: Run) -> None:
@@ -270,15 +281,14 @@ def _determinism(wanted: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _outputs(folder: Path, step: int, tensorboard: bool) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
+def _outputs(metrics: MetricsFile, step: int, tensorboard: bool) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
     """Where records go: the metrics file, and TensorBoard if asked."""
     writer = None
     if tensorboard:
         require("tensorboard", "lab")
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-    metrics = MetricsFile(folder, keep_until=step)
+        writer = SummaryWriter(str(metrics.path.parent / "tensorboard"), purge_step=step + 1)
 
     def record(records: list[dict[str, Any]]) -> None:
         metrics.append(records)
@@ -311,23 +321,36 @@ def _scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
                 yield f"{name}/{i}.{j}", head
 
 
-class _Interrupts:
-    """Remembers the first Ctrl-C for the end of the step; the second acts at once."""
+class Terminated(SystemExit):
+    """SIGTERM: somebody wants this process to end, and gives it time to write what it has."""
 
     def __init__(self) -> None:
-        self.wanted = False
+        super().__init__(128 + signal.SIGTERM)
+
+
+class _Interrupts:
+    """Remembers the first Ctrl-C or SIGTERM for the end of the step; the second acts at once."""
+
+    _KINDS: ClassVar[dict[int, type[BaseException]]] = {
+        signal.SIGINT: KeyboardInterrupt,
+        signal.SIGTERM: Terminated,
+    }
+
+    def __init__(self) -> None:
+        self.wanted: BaseException | None = None
 
     def __enter__(self) -> _Interrupts:
-        self._here = threading.current_thread() is threading.main_thread()
-        if self._here:
-            self._before = signal.signal(signal.SIGINT, self._note)
+        here = threading.current_thread() is threading.main_thread()
+        self._before = {number: signal.signal(number, self._note) for number in self._KINDS if here}
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._here:
-            signal.signal(signal.SIGINT, self._before)
+        for number, handler in self._before.items():
+            if handler is not None:  # which is what one of C's is told as
+                signal.signal(number, handler)
 
-    def _note(self, *_: object) -> None:
+    def _note(self, number: int, _: object) -> None:
+        error = self._KINDS[number]()
         if self.wanted:
-            raise KeyboardInterrupt
-        self.wanted = True
+            raise error
+        self.wanted = error

@@ -1,4 +1,4 @@
-"""Where attention does look: statistics of queries and keys, and of hidden states."""
+"""What attention does while a model runs: statistics of queries and keys, and of hidden states."""
 
 from locater.measure._moments import Covariances
 from locater.measure.alarms import Alarm, Alarms, Thresholds, alarms_between, alarms_of

@@ -1,4 +1,4 @@
-"""ρ, the share of the batch where a key takes part in the attention of a query: z in [0, 1] by Definition 1.
+"""ρ, the share of the batch where a key is on the slope of the piecewise linear softmax: z in [0, 1], Definition 1.
 
 Legend as in `_logits`; n chosen queries.
 """

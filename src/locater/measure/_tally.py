@@ -49,7 +49,7 @@ class HeadTally:
             counts &= found.real[:, None]
         keys = _calls.visible_keys(found).expand_as(counts)
         has_share = counts & (keys > 1)
-        share = s.entropy / keys.clamp(min=2).log()
+        share = s.entropy / keys.clamp(min=2).to(s.entropy.dtype).log()
         old, members = self.queries is not None, (found.members, -1)
         for name, values, where in (
             ("queries", torch.ones_like(s.entropy), counts),

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from locater.errors import LocaterError
+from locater.errors import LocaterError, reason
 from locater.theory import entropy_lower_bound
 
 if TYPE_CHECKING:
@@ -187,10 +187,13 @@ class _Line:
     @classmethod
     def of(cls, step: int, row: Mapping[str, Any]) -> _Line:
         _step(row)
-        shares = [share for share in map(_number, row["entropy_share"]) if math.isfinite(share)]
-        mean = sum(shares) / len(shares) if shares else math.nan
-        logits = [_number(logit) for logit in row["max_logit"]]
-        return cls(step, str(row["module"]), int(row["keys"]), mean, logits, _number(row["rank_residual"]))
+        try:
+            shares = [share for share in map(_number, row["entropy_share"]) if math.isfinite(share)]
+            mean = sum(shares) / len(shares) if shares else math.nan
+            logits = [_number(logit) for logit in row["max_logit"]]
+            return cls(step, str(row["module"]), int(row["keys"]), mean, logits, _number(row["rank_residual"]))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise LocaterError(f"a line of step {step} is no line of an AttentionLog: {reason(error)}") from error
 
 
 def _number(value: Any) -> float:

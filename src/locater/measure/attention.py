@@ -89,6 +89,7 @@ def signal_propagation(
     """Measured ρ (H, queries, Tk): the share of the batch where key i has z_i in [0, 1] for the chosen queries.
 
     z is the piecewise linear softmax of Definition 1: z_i = 1/T + (s_i − mean s)/T over the T keys that the query sees.
+    Softmax itself can look elsewhere.
     A sequence counts for a key if the query sees it; where none of the batch does, ρ is NaN.
 
     Queries are rows of q; negative ones count back from each sequence's last visible token: -1 is the last that

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from locater.errors import LocaterError, require
-from locater.files import write_file
+from locater.io import parse_json_lines, read_file, write_file
 from locater.measure.alarms import Alarm, Alarms
 from locater.measure.observe import Observation, observe
 
@@ -212,18 +212,10 @@ def _lines(rows: list[dict[str, Any]]) -> bytes:
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        raise LocaterError(f"cannot read {path}: {error.strerror}") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
-            row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and "module" in row:
-            rows.append(row)
-        elif number < len(lines) or line.endswith(b"\n"):
-            raise LocaterError(f"line {number} of {path} is no line of a log of attention; choose another file")
-    return rows
+    found = parse_json_lines(read_file(path))
+    for number, row in zip(found.numbers, found, strict=True):
+        if not isinstance(row.get("step"), int) or not isinstance(row.get("module"), str):
+            found.damaged.append(number)
+    if found.damaged:
+        raise LocaterError(f"line {min(found.damaged)} of {path} is no line of a log of attention; choose another file")
+    return found

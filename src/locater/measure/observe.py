@@ -158,6 +158,7 @@ class Observation:
     def rho(self, module: str, query: int = -1) -> NDArray[np.float64]:
         """Measured ρ (heads, Tk): the share of all sequences seen with z in [0, 1], for one query and each key.
 
+        That is how often the key is on the slope of the paper's piecewise linear softmax; softmax can look elsewhere.
         Keys are counted from the sequence's first token, padding before it left out; a key counts for the sequences
         whose query sees it. Where no query saw the key, ρ is NaN; calls with more keys make the array longer.
         """

@@ -6,7 +6,6 @@ pickled weights (only with torch's weights_only reader) look alike from here on.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.errors import LocaterError, require
+from locater.errors import LocaterError, reason, require
+from locater.io import inside, read_json
 from locater.models.attention import Attention
 from locater.models.registry import Site, family, known_checkpoints
 
@@ -56,8 +56,8 @@ class Checkpoint:
                 f"{self.origin} is of type {self.config.get('model_type')!r}, which locater does not know; it knows "
                 f"{', '.join(known_checkpoints())}: register the family with locater.models.register"
             )
-        pattern = re.compile("|".join(f"(?:{path})" for path in known.paths))
-        found = {match.group(0) for name in self.names if (match := pattern.match(name)) and name[match.end()] == "."}
+        pattern = re.compile("(" + "|".join(f"(?:{path})" for path in known.paths) + r")\.")
+        found = {match.group(1) for name in self.names if (match := pattern.match(name))}
         if config is not self.config:
             found = {name for name in found if not _OTHER_TOWER.search(name)}
         if not found:
@@ -65,9 +65,11 @@ class Checkpoint:
         for name in sorted(found, key=_natural):
             try:
                 yield known.read(Site(name, config, self))
-            except (KeyError, TypeError, AttributeError, ZeroDivisionError, RuntimeError) as error:
+            except LocaterError:
+                raise
+            except Exception as error:  # families take the configuration at its word
                 raise LocaterError(
-                    f"{self.origin}: the configuration does not describe {name}: {type(error).__name__} {error}"
+                    f"{self.origin}: the configuration does not describe {name}: {type(error).__name__} {reason(error)}"
                 ) from error
 
 
@@ -77,61 +79,73 @@ _OTHER_TOWER = re.compile(r"vision|visual|audio|image|speech")
 def _natural(name: str) -> tuple[bool, list[tuple[int, str]]]:
     """The encoder before the decoder, layers.2 before layers.10."""
     parts = name.split(".")
-    return "decoder" in parts, [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+    numbers = re.compile("[0-9]{1,9}")
+    return "decoder" in parts, [(int(part), "") if numbers.fullmatch(part) else (-1, part) for part in parts]
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """A folder, a .safetensors, .gguf, .bin or .pt file, or the id of a model on the Hugging Face hub."""
+def open_checkpoint(path: str | Path, *, revision: str | None = None) -> Checkpoint:
+    """A folder, a .safetensors, .gguf, .bin or .pt file, or the id of a model on the Hugging Face hub.
+
+    Of a model on the hub the `revision`, a branch, a tag or a commit, may also stand behind an @.
+    """
     if not isinstance(path, (str, Path)):
         raise LocaterError(f"expected a model, a path or a hub id, got {type(path).__name__}")
     place = Path(path)
-    if place.is_dir():
-        return _folder(place)
-    if place.is_file():
-        kind = place.suffix
-        if kind == ".gguf":
-            from locater.models.gguf import open_gguf
-
-            return open_gguf(place)
-        if kind == ".safetensors":
-            return _safetensors([place], place.parent)
-        if kind in (".bin", ".pt", ".pth"):
-            return _pickled([place], place.parent)
-        raise LocaterError(f"{place} is not a checkpoint locater reads: .safetensors, .gguf, .bin, .pt or a folder")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not place.parent.exists():
-        return _folder(_from_hub(str(path)))
+    if place.exists():
+        if revision is not None:
+            raise LocaterError(f"{path} is on this machine and has no revision {revision}: leave --revision out")
+        return _folder(place) if place.is_dir() else _file(place)
+    name, _, tag = str(path).partition("@")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).parent.exists():
+        if tag and revision is not None:
+            raise LocaterError(f"the revision is given twice, {tag} and {revision}")
+        return _folder(_from_hub(name, tag or revision))
     raise LocaterError(f"{path} does not exist; give a folder, a file, or a hub id like organisation/model")
 
 
-def _from_hub(name: str) -> Path:
+def _file(path: Path) -> Checkpoint:
+    if not path.is_file():
+        raise LocaterError(f"{path} is a pipe or a device, not a checkpoint")
+    kind = path.suffix
+    if kind == ".gguf":
+        from locater.models.gguf import open_gguf
+
+        return open_gguf(path)
+    if kind == ".safetensors":
+        return _safetensors([path], path.parent)
+    if kind in (".bin", ".pt", ".pth"):
+        return _pickled([path], path.parent)
+    raise LocaterError(f"{path} is not a checkpoint locater reads: .safetensors, .gguf, .bin, .pt or a folder")
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
     hub = require("huggingface_hub", "hf")
     try:
-        return Path(hub.snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+        return Path(hub.snapshot_download(name, revision=revision, allow_patterns=["*.safetensors", "*.json"]))
     except Exception as error:  # the hub's own errors have many classes
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise LocaterError(f"{name} is no local path and could not be fetched from the hub: {reason}") from error
+        raise LocaterError(f"{name} is no local path and could not be fetched from the hub: {reason(error)}") from error
 
 
 def _folder(folder: Path) -> Checkpoint:
     for suffix, read in ((".safetensors", _safetensors), (".bin", _pickled)):
         index = next(iter(sorted(folder.glob(f"*{suffix}.index.json"))), None)
         if index is not None:
-            weight_map = _json(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
                 raise LocaterError(f"{index} has no weight_map of tensor names to files")
-            shards = sorted({folder / shard for shard in weight_map.values()})
-            missing = [shard.name for shard in shards if not shard.exists()]
+            shards = sorted({inside(folder, shard, index) for shard in weight_map.values()})
+            missing = [shard.name for shard in shards if not shard.is_file()]
             if missing:
                 raise LocaterError(f"{folder} lacks {missing[0]}, which {index.name} names; fetch it again")
             return read(shards, folder)
-        files = sorted(folder.glob(f"*{suffix}"))
+        files = sorted(path for path in folder.glob(f"*{suffix}") if path.is_file())
         if files:
             return read(files, folder)
     gguf_files = sorted(folder.glob("*.gguf"))
     if len(gguf_files) > 1:
         raise LocaterError(f"{folder} has {len(gguf_files)} GGUF files; name the one to scan")
     if gguf_files:
-        return open_checkpoint(gguf_files[0])
+        return _file(gguf_files[0])
     raise LocaterError(f"{folder} has no .safetensors, .bin or .gguf file")
 
 
@@ -139,17 +153,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
     path = folder / "config.json"
     if not path.exists():
         raise LocaterError(f"{folder} has no config.json, which says how many heads there are and of what kind")
-    return _json(path)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise LocaterError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise LocaterError(f"{path} should hold a JSON object, got {type(value).__name__}")
-    return value
+    return read_json(path)
 
 
 def _safetensors(files: list[Path], folder: Path) -> Checkpoint:
@@ -161,7 +165,7 @@ def _safetensors(files: list[Path], folder: Path) -> Checkpoint:
             with safe_open(file, "pt") as handle:
                 where.update(dict.fromkeys(handle.keys(), file))
         except (SafetensorError, OSError) as error:
-            raise LocaterError(f"{file} is truncated or not a safetensors file: {error}") from error
+            raise LocaterError(f"{file} is truncated or not a safetensors file: {reason(error)}") from error
 
     def load(name: str) -> Tensor:
         # opened for each tensor: what was mapped is given back at once
@@ -178,13 +182,14 @@ def _pickled(files: list[Path], folder: Path) -> Checkpoint:
         try:
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # a pickle can fail in any way; none of its code has run
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise LocaterError(
-                f"{file} cannot be read without running code it may carry (weights_only): {reason:.200}; "
+                f"{file} cannot be read without running code it may carry (weights_only): {reason(error)}; "
                 "save it as safetensors"
             ) from error
         state = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else None
-        if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-            raise LocaterError(f"{file} holds no state dict of tensors")
+        if not isinstance(state, dict) or not all(
+            isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
+        ):
+            raise LocaterError(f"{file} holds no state dict of tensors by name")
         tensors.update(state)
     return Checkpoint(str(folder), _config(folder), frozenset(tensors), tensors.__getitem__)

@@ -37,7 +37,7 @@ class Site:
     @property
     def layer(self) -> int:
         """The last number in the name; 0 where there is none."""
-        numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", self.name)
+        numbers = re.findall(r"(?:^|\.)([0-9]{1,9})(?=\.|$)", self.name)
         return int(numbers[-1]) if numbers else 0
 
     def optional(self, name: str) -> Tensor | None:

@@ -21,6 +21,8 @@ from locater.theory.rho import gaussian_rho
 if TYPE_CHECKING:
     import pandas as pd
 
+    from locater.models.checkpoint import Checkpoint
+
 __all__ = ["Spectra", "scan", "spectra"]
 
 
@@ -37,7 +39,7 @@ class Spectra:
 
 
 def spectra(
-    model_or_path: nn.Module | str | Path,
+    model_or_path: nn.Module | str | Path | Checkpoint,
     *,
     offset: float = 0.0,
     average_offsets: int | None = None,
@@ -53,9 +55,10 @@ def spectra(
     if isinstance(model_or_path, nn.Module):
         modules = attentions(model_or_path)
     else:
-        from locater.models.checkpoint import open_checkpoint
+        from locater.models.checkpoint import Checkpoint, open_checkpoint
 
-        modules = open_checkpoint(model_or_path).attentions()
+        stored = model_or_path if isinstance(model_or_path, Checkpoint) else open_checkpoint(model_or_path)
+        modules = stored.attentions()
     with torch.no_grad():
         for attention in modules:
             fold = fold_norm and attention.input_norm is not None
@@ -88,7 +91,7 @@ def _through(qk: QK, module: str, covariance: Tensor | Mapping[str, Tensor] | No
 
 
 def scan(
-    model_or_path: nn.Module | str | Path,
+    model_or_path: nn.Module | str | Path | Checkpoint,
     *,
     offset: float = 0.0,
     average_offsets: int | None = None,
@@ -97,7 +100,7 @@ def scan(
     tokens: int = 64,
     progress: Callable[[Attention], None] | None = None,
 ) -> pd.DataFrame:
-    """A row for every query head of a live model, a checkpoint on disk, or a hub id.
+    """A row for every query head of a live model, a checkpoint on disk, or a hub id (organisation/model@revision).
 
     offset
         under RoPE, the position of the key minus that of the query (0 or negative for causal attention)
@@ -114,9 +117,11 @@ def scan(
     The columns: module, kind (self, cross, encoder, decoder), layer, head, key_head, d_head, d_model, logit_scale;
     trace tr W_QK, scale tr(W_QKᵀW_QK), trace_square tr W_QK²; xi = trace/√scale, eta = √scale · logit_scale,
     r = xi · eta; eigenvalue_mean = trace/d_model, eigenvalue_variance = scale/d_model − mean² (Eq. 8); spectral_norm,
-    effective_rank (the exponential of the entropy of the singular values), symmetric_share (of ‖W_QK‖²); regime, from
-    ρ at the first, middle and last token (rho_first, rho_middle, rho_last; a normal law with exact moments); rope,
-    qk_norm, softcap. With QK-norm the logits do not grow with W_QK: regime is then that of the raw weights.
+    effective_rank (the exponential of the entropy of the singular values), symmetric_share (of ‖W_QK‖²); ρ at the
+    first, middle and last token (rho_first, rho_middle, rho_last; a normal law with exact moments): the probability
+    that it is on the slope of the paper's piecewise linear softmax, while softmax itself can look elsewhere; regime,
+    the shape of ρ; rope, qk_norm, softcap. With QK-norm the logits do not grow with W_QK: regime is then that of the
+    raw weights.
     """
     import pandas as pd
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from locater.errors import LocaterError
-from locater.files import write_file
+from locater.io import write_file
 from locater.report._find import Found, collect
 
 __all__ = ["LARGEST", "Report", "report"]

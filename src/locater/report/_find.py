@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from locater.errors import LocaterError
+from locater.errors import LocaterError, reason
+from locater.io import parse_json, parse_json_lines, read_file, read_json, unpacked
 
 __all__ = ["Found", "collect", "metrics_lines", "read_lines"]
 
@@ -60,9 +60,9 @@ def _folder(folder: Path, passed: list[str]) -> Iterator[Found]:
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:
-        raise LocaterError(f"cannot look into {folder}: {error.strerror}") from error
+        raise LocaterError(f"cannot look into {folder}: {reason(error)}") from error
     runs = [folder] if (folder / "run.json").is_file() else []
-    runs += [entry for entry in entries if (entry / "run.json").is_file()]
+    runs += [entry for entry in entries if _is_run(entry)]
     if (folder / "sweep.json").is_file() or (folder / "run.json").is_file():
         if runs:
             yield Found("sweep", folder, runs)
@@ -77,12 +77,22 @@ def _folder(folder: Path, passed: list[str]) -> Iterator[Found]:
         if entry.is_dir() and not entry.is_symlink():
             if (folder / "run.json").is_file():
                 continue  # a run's own: checkpoints, TensorBoard's files
-            yield from _folder(entry, passed)
+            try:
+                yield from _folder(entry, passed)
+            except LocaterError as error:
+                passed.append(str(error))
         elif entry.name.endswith((".json", ".jsonl", ".jsonl.gz")) and not _of_a_run(entry):
             try:
                 yield _file(entry)
             except LocaterError as error:
                 passed.append(str(error).partition(";")[0])
+
+
+def _is_run(entry: Path) -> bool:
+    try:
+        return (entry / "run.json").is_file()
+    except OSError:  # a folder that may not be looked into
+        return False
 
 
 def _of_a_run(path: Path) -> bool:
@@ -97,11 +107,11 @@ def _alike(runs: Sequence[Path]) -> list[list[Path]]:
     groups: dict[str, list[Path]] = {}
     for run in runs:
         try:
-            config = dict(json.loads((run / "run.json").read_bytes())["config"])
+            config = dict(read_json(run / "run.json")["config"])
             for free in ("steps", "record_every", "record_early", "checkpoint_every", "deterministic"):
                 config.pop(free, None)
             key = json.dumps(config, sort_keys=True)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             key = str(run)  # on its own, where reading it says what is wrong
         groups.setdefault(key, []).append(run)
     return list(groups.values())
@@ -116,11 +126,11 @@ def _file(path: Path) -> Found:
     if not raw.strip():
         raise LocaterError(f"{path} is empty")
     try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(raw)
+    except ValueError as error:
         rows, damaged = read_lines(raw, path.name)
         if not rows:
-            raise LocaterError(f"{path} is not JSON, or not whole: {_short(error)}") from error
+            raise LocaterError(f"{path} is not JSON, or not whole: {reason(error)}") from error
         return _lines(path, rows, (*notes, *damaged))
     if isinstance(value, dict) and "step" in value:
         return _lines(path, [value], notes)
@@ -167,45 +177,24 @@ def _lines(path: Path, rows: list[dict[str, Any]], notes: tuple[str, ...]) -> Fo
 
 def _bytes(path: Path) -> tuple[bytes, tuple[str, ...]]:
     """A file's content, unpacked; what can be had of a compressed file that is cut off."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise LocaterError(f"cannot read {path}: {error.strerror}") from error
+    raw = read_file(path)
     if not raw.startswith(b"\x1f\x8b"):
         return raw, ()
-    unpacking = zlib.decompressobj(wbits=31)
-    parts: list[bytes] = []
-    try:
-        parts.extend(unpacking.decompress(raw[start : start + 4096]) for start in range(0, len(raw), 4096))
-        whole = unpacking.eof
-    except zlib.error:
-        whole = False
-    return b"".join(parts), () if whole else (f"{path.name} is damaged; what could be unpacked of it is shown",)
+    raw, whole = unpacked(path, raw)
+    return raw, () if whole else (f"{path.name} is damaged; what could be unpacked of it is shown",)
 
 
 def read_lines(raw: bytes, name: str) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """The objects that stand on lines of their own, and a sentence about the lines that are none."""
-    rows: list[dict[str, Any]] = []
-    damaged: list[int] = []
-    lines = raw.split(b"\n")
-    for place, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
-            damaged.append(place)
+    found = parse_json_lines(raw)
+    if found.cut_off is not None and not found.damaged:
+        return found, (f"the last line of {name}, line {found.cut_off}, is cut off and left out",)
+    damaged = found.damaged + ([] if found.cut_off is None else [found.cut_off])
     if not damaged:
-        return rows, ()
-    if damaged == [len(lines)]:
-        return rows, (f"the last line of {name}, line {len(lines)}, is cut off and left out",)
+        return found, ()
     listed = ", ".join(map(str, damaged[:5])) + (f" and {len(damaged) - 5} more" if len(damaged) > 5 else "")
     lead = "line" if len(damaged) == 1 else "lines"
-    return rows, (f"{lead} {listed} of {name} {'is' if len(damaged) == 1 else 'are'} damaged and left out",)
+    return found, (f"{lead} {listed} of {name} {'is' if len(damaged) == 1 else 'are'} damaged and left out",)
 
 
 def metrics_lines(folder: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
@@ -216,8 +205,3 @@ def metrics_lines(folder: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
             rows, damaged = read_lines(raw, f"{folder.name}/{name}")
             return rows, (*notes, *damaged)
     return [], (f"{folder.name} has no records yet",)
-
-
-def _short(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return lines[0][:120] if lines else type(error).__name__

@@ -35,9 +35,11 @@ class Heads:
         if heads % groups:
             raise LocaterError(f"{site.name}: {heads} query heads cannot share {groups} key heads evenly")
         if width is None:
-            if hidden is None:
+            if not isinstance(hidden, int):
                 raise LocaterError(f"the configuration of {site.name} has neither head_dim nor hidden_size")
             width = hidden // heads
+        if not isinstance(width, int) or width < 1:
+            raise LocaterError(f"{site.name}: the width of a head must be a positive whole number, got {width!r:.80}")
         return cls(groups, heads // groups, width)
 
     @property
@@ -134,11 +136,18 @@ def rope(site: Site, width: int, *, layer_type: str | None = None, interleaved: 
     share = parameters.get("partial_rotary_factor")
     if share is None:
         share = site.setting("partial_rotary_factor", "rotary_pct", default=1.0)
+    if not _positive(share) or share > 1:
+        raise LocaterError(f"{site.name}: the rotary part of a head must be in (0, 1], got {share!r:.80}")
     return rope_from(parameters, int(width * share), site, interleaved=interleaved)
 
 
 def rope_from(parameters: Mapping[str, Any], dim: int, site: Site, *, interleaved: bool = False) -> Rope:
     theta = parameters.get("rope_theta") or site.setting("rope_theta", "rotary_emb_base", default=10000.0)
+    factor = parameters.get("factor", 1.0)
+    if not _positive(theta) or not _positive(factor):
+        raise LocaterError(
+            f"{site.name}: rope_theta and factor must be positive numbers, got {theta!r:.80} and {factor!r:.80}"
+        )
     frequency = float(theta) ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
@@ -153,6 +162,10 @@ def rope_from(parameters: Mapping[str, Any], dim: int, site: Site, *, interleave
         f"{site.name} uses rotary embeddings of type {kind!r}, which change with the length of the text; "
         "locater reads default, linear and llama3"
     )
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _llama3(frequency: Tensor, parameters: Mapping[str, Any]) -> Tensor:
