@@ -8,19 +8,42 @@ QUIET_THREADS := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
 # tests of how long a page takes, while nothing else runs
 TIMED := $(BIN)/python -m pytest -m timed -q tests/report tests/explore
 
-.PHONY: demo test test-full lint types browser docs bench clean
+SEEDS ?= 0 1 2 3 4
+COUNT ?= 1000
+SEED ?= 0
+PYTEST := $(QUIET_THREADS) $(BIN)/python -m pytest -n $(WORKERS) -m 'not timed'
+# a script of tests/ by itself
+SCRIPT := $(QUIET_THREADS) PYTHONPATH=tests:tests/lab $(BIN)/python
+# what computes with torch in the tests' own process, where it can be shaken
+COMPUTES := tests/theory tests/models tests/measure tests/control tests/lab tests/test_qk.py tests/test_seam.py \
+  --ignore=tests/lab/test_ray.py --ignore=tests/lab/test_lab_cli.py
+
+.PHONY: demo test test-full test-shaken kills fuzz lint types browser docs bench clean
 
 demo: $(READY)
 	$(BIN)/locater demo
 
-test: lint types browser
+test: lint browser
 	$(TIMED)
-	$(QUIET_THREADS) $(BIN)/python -m pytest -n $(WORKERS) -m 'not timed'
+	$(PYTEST)
 
 # the same tests with wider grids and more examples
-test-full: lint types browser
+test-full: lint browser
 	$(TIMED)
-	LOCATER_FULL=1 $(QUIET_THREADS) $(BIN)/python -m pytest -n $(WORKERS) -m 'not timed' -o timeout=3600
+	LOCATER_FULL=1 $(PYTEST) -o timeout=3600
+
+# as on other machines: last bits at random, once a seed, then as other CPUs and another mode of MKL round
+test-shaken: $(READY)
+	for seed in $(SEEDS); do LOCATER_SHAKEN=$$seed $(PYTEST) $(COMPUTES) || exit 1; done
+	ATEN_CPU_CAPABILITY=default $(PYTEST) $(COMPUTES)
+	MKL_CBWR=COMPATIBLE $(PYTEST) $(COMPUTES)
+
+# runs, sweeps and arenas killed COUNT times; COUNT damaged files and odd arguments
+kills: $(READY)
+	$(SCRIPT) tests/killing.py --count $(COUNT) --seed $(SEED)
+
+fuzz: $(READY)
+	$(SCRIPT) tests/fuzzing.py --count $(COUNT) --seed $(SEED)
 
 lint: $(READY)
 	$(BIN)/ruff check .

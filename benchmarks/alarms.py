@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from locater.files import write_file
+from locater.io import write_file
 from locater.measure.alarms import Alarms, Thresholds
 from locater.measure.logs import AttentionLog, read_log
 

@@ -1,36 +1,48 @@
 """Where Triton's kernels are tested: on a GPU, else in Triton's interpreter.
 
-The interpreter has to be chosen before Triton is imported, so it takes a process of its own. Where there is no GPU, the
-first test of a file starts that process with `passes_in_the_interpreter(__file__)`, and the file's tests that need
-kernels run there.
+The interpreter is chosen when a kernel is defined. Where there is no GPU, `define_kernels` (called before any test is
+collected) defines ours for it; the package still leaves tensors on a CPU to PyTorch, except in tests marked `runs`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
+ON_GPU = torch.cuda.is_available()
+INTERPRETED = not ON_GPU and importlib.util.find_spec("triton") is not None
 DEVICE = "cuda" if ON_GPU else "cpu"
 
-runs = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="runs in the process of the first test")
-runs_elsewhere = pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the tests below run here")
-on_gpu = pytest.mark.skipif(not ON_GPU, reason="too large for the interpreter")
+runs = pytest.mark.usefixtures("kernels")
+on_gpu = pytest.mark.gpu  # too large for Triton's interpreter
 
 
-def passes_in_the_interpreter(file):
-    """Asserts that all tests of a file do."""
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
-    done = subprocess.run(command, env=environment | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def define_kernels() -> None:
+    if not INTERPRETED:
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        import locater.control._kernels
+        import locater.lab._norm
+        import locater.measure._kernels
+        from locater import _triton  # noqa: F401
+    finally:
+        del os.environ["TRITON_INTERPRET"]  # which processes that tests start must not inherit
+    locater._triton.INTERPRETED = False
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Kernels run where `DEVICE` is."""
+    if not ON_GPU and not INTERPRETED:
+        pytest.skip("needs Triton: pip install triton")
+    monkeypatch.setattr("locater._triton.INTERPRETED", INTERPRETED)
+    if INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def imported_without_triton(monkeypatch, *modules):

@@ -33,7 +33,7 @@ def run_locater(command: str, folder: Path) -> str:
     """What `locater …` prints, run as users run it."""
     program, *arguments = shlex.split(command)
     assert program == "locater", command
-    start = [sys.executable, "-c", "from locater.cli import main; main()"]
+    start = [sys.executable, "-m", "locater"]
     done = subprocess.run([*start, *arguments], capture_output=True, text=True, cwd=folder, check=False)
     assert done.returncode == 0, f"{command}: {done.stderr}"
     return done.stdout

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,13 +17,29 @@ import numpy as np
 import pytest
 
 from locater import TokenProcess, __version__, rho
+from locater.cli import explained, main
 from locater.theory import STUDIES, normal_spectrum
 
-LOCATER = [sys.executable, "-c", "from locater.cli import main; main()"]
+LOCATER = [sys.executable, "-m", "locater"]
 
 
-def run(*arguments, cwd=None):
-    return subprocess.run([*LOCATER, *arguments], capture_output=True, text=True, cwd=cwd, timeout=240, check=False)
+def run(*arguments, cwd=None, **more):
+    """As a user does, in a process of its own."""
+    return subprocess.run([*LOCATER, *arguments], capture_output=True, text=True, cwd=cwd, timeout=240, **more)
+
+
+@pytest.fixture
+def here(capfd, monkeypatch):
+    """The same in this process, which has everything loaded."""
+
+    def call(*arguments, cwd=None):
+        if cwd is not None:
+            monkeypatch.chdir(cwd)
+        with pytest.raises(SystemExit) as leaving:
+            main(list(arguments))
+        return subprocess.CompletedProcess(arguments, leaving.value.code, *capfd.readouterr())
+
+    return call
 
 
 def test_rho_prints_what_the_library_computes():
@@ -38,25 +55,26 @@ def test_rho_prints_what_the_library_computes():
 
 
 @pytest.mark.parametrize("method", ["exact", "gaussian", "asymptotic", "printed", "montecarlo"])
-def test_every_method_has_its_word(method):
+def test_every_method_has_its_word(method, here):
     arguments = ("--mean", "0.2", "--dim", "8", "--tokens", "6", "--samples", "2000", "--json", "-")
-    answer = json.loads(run("rho", *arguments, "--method", method).stdout)
+    answer = json.loads(here("rho", *arguments, "--method", method).stdout)
     assert answer["method"] == method
     assert len(answer["rho"]) == 6
 
 
 @pytest.mark.parametrize("process", ["walk", "independent", "ar:0.5"])
-def test_every_process_has_its_word(process):
-    assert run("rho", "--mean", "0.2", "--dim", "8", "--tokens", "6", "--process", process).returncode == 0
+def test_every_process_has_its_word(process, here):
+    assert here("rho", "--mean", "0.2", "--dim", "8", "--tokens", "6", "--process", process).returncode == 0
 
 
-def test_json_goes_to_a_file_while_people_read_the_screen(tmp_path):
+def test_json_goes_to_a_file_while_people_read_the_screen(tmp_path, here):
     target = tmp_path / "rho.json"
-    done = run("rho", "--mean", "0.2", "--tokens", "5", "--dim", "4", "--json", str(target))
+    done = here("rho", "--mean", "0.2", "--tokens", "5", "--dim", "4", "--json", str(target))
     assert json.loads(target.read_text())["tokens"] == 5
     assert "tr W/λ" in done.stdout
 
 
+@pytest.mark.long
 def test_demo_predicts_simulates_trains_and_draws(tmp_path):
     done = run("demo", "--out", "here", "--steps", "30", "--json", "demo.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -77,21 +95,21 @@ def test_demo_predicts_simulates_trains_and_draws(tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in STUDIES if name not in ("orders", "diagonal", "depth")])
-def test_studies_print_tables_and_json(name):
-    answer = json.loads(run("study", name, "--json", "-").stdout)
+def test_studies_print_tables_and_json(name, here):
+    answer = json.loads(here("study", name, "--json", "-").stdout)
     assert answer["study"] == name
     assert len(answer["rows"]) >= 5
 
 
-def test_study_without_a_name_lists_them():
-    done = run("study")
+def test_study_without_a_name_lists_them(here):
+    done = here("study")
     assert all(name in done.stdout for name in STUDIES)
 
 
-def test_version_and_help():
-    assert run("--version").stdout.strip() == f"locater {__version__}"
-    assert run().returncode == 0
-    assert "Commands" in run().stdout
+def test_version_and_help(here):
+    assert here("--version").stdout.strip() == f"locater {__version__}"
+    assert here().returncode == 0
+    assert "Commands" in here().stdout
 
 
 MISTAKES = [
@@ -113,14 +131,20 @@ MISTAKES = [
     (("study", "nothing"), "study must be one of"),
     (("demo", "--out", "/dev/null/deeper"), "cannot write into the folder"),
     (("demo", "--seed", "-1"), "seed"),
+    (("demo", "--steps", "-1"), "steps must be a whole number of at least 1, got -1"),
+    (("rho", "--mean", "0.1", "--dim", "1" + "0" * 19), "dim must be at most"),
+    (("train", "laptop", "--set", "steps=" + "9" * 400), "steps must be below 2^63"),
+    (("scan", "x" * 5000), "File name too long"),
+    (("scan", "org/model@v1", "--revision", "v2"), "the revision is given twice, v1 and v2"),
+    (("scan", ".", "--revision", "v2"), "has no revision v2"),
     (("rhoo",), "No such command 'rhoo'"),
     (("rho", "--mena", "1"), "No such option"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "says"), MISTAKES)
-def test_a_mistake_is_one_line_and_status_2(arguments, says, tmp_path):
-    done = run(*arguments, cwd=tmp_path)
+def test_a_mistake_is_one_line_and_status_2(arguments, says, tmp_path, here):
+    done = here(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("locater: ")
@@ -129,41 +153,131 @@ def test_a_mistake_is_one_line_and_status_2(arguments, says, tmp_path):
     assert list(tmp_path.iterdir()) == []  # nothing half-written
 
 
-def test_ctrl_c_stops_cleanly_and_leaves_nothing_half_written(tmp_path):
-    process = subprocess.Popen(
-        [*LOCATER, "rho", "--mean", "0.1", "--method", "montecarlo", "--samples", "100000000", "--json", "x.json"],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        ),  # a job in the background ignores it
-    )
-    time.sleep(6)
+def started(*arguments, cwd):
+    """A process that hears Ctrl-C, as one in the foreground does."""
+    return subprocess.Popen(
+        [*LOCATER, *arguments], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+
+
+def until_loaded(process, library):
+    """Waits until a process has mapped a library of this name."""
+    maps = Path(f"/proc/{process.pid}/maps")
+    if not maps.exists():
+        pytest.skip("no /proc to see what a process has loaded")
+    while process.poll() is None and library not in maps.read_text():
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("library", ["_multiarray_umath", "libtorch_cpu", "_ufuncs"])
+def test_ctrl_c_ends_quietly_while_libraries_are_loaded_and_later(library, tmp_path):
+    process = started("rho", "--mean", "0.1", "--method", "montecarlo", "--samples", "100000000", cwd=tmp_path)
+    if library == "libtorch_cpu":
+        process.kill()
+        process.communicate()
+        process = started("train", "laptop", "--steps", "100000", "--out", "run", cwd=tmp_path)
+    until_loaded(process, library)
+    if library == "_ufuncs":
+        time.sleep(0.5)  # it is simulating
     process.send_signal(signal.SIGINT)
     try:
         out, err = process.communicate(timeout=30)
     finally:
         process.kill()
     assert process.returncode == 130
-    assert (out, err) == ("", "locater: stopped\n")
+    assert (out, err) in (("", "locater: stopped\n"), ("", ""))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_closed_pipe_is_no_error():
-    command = " ".join(["exec", f"'{LOCATER[0]}'", "-c", f"'{LOCATER[2]}'", "study", "limits", "|", "head", "-1"])
+    command = " ".join(["exec", *map(shlex.quote, LOCATER), "study", "limits", "|", "head", "-1"])
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_a_full_disk_behind_standard_output_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*LOCATER, "presets"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "locater: No space left on device, while running presets (--traceback shows where)\n"
+
+
+def test_without_greek_letters_their_names_are_printed():
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = run("rho", "--mean", "0.1", "--dim", "4", "--tokens", "5", env=ascii_only)
+    assert done.returncode == 0
+    assert "rho, exact: flat   (tr W/lambda" in done.stdout
+
+
+def test_a_working_directory_that_is_gone_is_one_line(tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = f"rmdir {shlex.quote(str(gone))}; exec {' '.join(map(shlex.quote, LOCATER))} presets"
+    done = subprocess.run(["bash", "-c", command], cwd=gone, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "locater: the working directory is gone: change to another one\n")
+
+
+def test_what_nobody_expected_is_one_line_and_shown_whole_if_asked_for(here, monkeypatch):
+    def fail(*_):
+        raise TypeError("a fault\nException raised from frame 1 at C.cpp")
+
+    monkeypatch.setattr("locater.theory.normal_spectrum", fail)
+    done = here("rho", "--mean", "0.1")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "locater: TypeError while running rho: a fault; this is a fault of locater's: "
+        "please report what --traceback shows\n"
+    )
+    with pytest.raises(TypeError, match="a fault"):
+        main(["rho", "--mean", "0.1", "--traceback"])
+
+
+def test_ctrl_c_that_a_library_turns_into_an_error_of_its_own_is_ctrl_c(here, monkeypatch):
+    """As an import that is cut off in the middle does."""
+
+    def half_imported(*_):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            raise AttributeError("partially initialized module") from None
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr("locater.theory.normal_spectrum", half_imported)
+    try:
+        done = here("rho", "--mean", "0.1")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (done.returncode, done.stderr) == (130, "locater: stopped\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(36, "File name too long", "x" * 5000), "File name too long, while running scan"),
+        (RecursionError("deep"), "something is nested too deep, while running scan"),
+        (UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed"), "is not Unicode"),
+        (MemoryError(), "not enough memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "not enough memory"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line_that_says_what_was_being_done(error, says):
+    message, status = explained(error, "scan")
+    assert status == 2
+    assert says in message
+    assert len(message) < 800
+
+
 def test_a_progress_bar_is_shown_on_a_terminal_and_only_there(tmp_path):
-    silent = run("figure", "2", cwd=tmp_path)
+    command = ["rho", "--mean", "0.1", "--dim", "8", "--tokens", "20", "--method", "montecarlo", "--samples", "1000000"]
+    silent = run(*command, cwd=tmp_path)
     assert silent.stderr == ""
     keyboard, screen = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "80"}
     process = subprocess.Popen(
-        [*LOCATER, "figure", "2"], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=screen, env=environment
+        [*LOCATER, *command], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=screen, env=environment
     )
     os.close(screen)
     seen = b""
@@ -173,7 +287,7 @@ def test_a_progress_bar_is_shown_on_a_terminal_and_only_there(tmp_path):
     except OSError:
         pass  # the terminal closed with the process
     assert process.wait(timeout=60) == 0
-    assert b"figure 2" in seen
+    assert "ρ, montecarlo".encode() in seen
     assert re.search("━|╸".encode(), seen)
 
 

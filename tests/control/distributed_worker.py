@@ -1,4 +1,4 @@
-"""Trains a small model on 2 ranks with LocAteR attached, and saves it: run by torchrun from test_distributed."""
+"""Trains small models on 2 ranks with LocAteR attached, and saves them: run by torchrun from test_distributed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 from zoo import VOCABULARY, build
 
 STEPS, BATCH, TOKENS = 4, 4, 9
+CASES = [
+    ("ddp", "llama", "attach"),
+    ("ddp", "gpt2", "penalty"),
+    ("fsdp2", "llama", "attach"),
+    ("fsdp2", "gpt2", "attach"),  # fused, stored transposed
+    ("fsdp2", "llama", "penalty"),
+]
 
 
 def batch(step: int) -> torch.Tensor:
@@ -38,9 +45,7 @@ def train(model, mine=slice(None), how="attach") -> LocAteR:
     return reg
 
 
-def main() -> None:
-    layout, family, how, target = sys.argv[1:]
-    dist.init_process_group("gloo")
+def trained(layout: str, family: str, how: str) -> dict[str, object]:
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = build(family).double()
@@ -55,13 +60,18 @@ def main() -> None:
         wrapped = fully_shard(model)
     half = BATCH // 2
     reg = train(wrapped, slice(rank * half, (rank + 1) * half), how)
-    measured = reg.measure()
     whole = {
         name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()
         for name, value in model.state_dict().items()
     }
-    if rank == 0:
-        torch.save({"model": whole, "penalty": measured["penalty"]}, target)
+    return {"model": whole, "penalty": reg.measure()["penalty"]}
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    saved = {case: trained(*case) for case in CASES}
+    if dist.get_rank() == 0:
+        torch.save(saved, sys.argv[1])
     dist.barrier()  # neither goes while the other still needs it
     dist.destroy_process_group()
     os._exit(0)  # torch's threads are not always joined at an ordinary exit, which aborts

@@ -94,7 +94,7 @@ def test_where_nothing_grows_only_the_trace_is_held():
 
 @pytest.mark.parametrize("growing_only", [True, False])
 def test_under_rotary_positions_the_trace_is_left_alone_unless_a_target_is_given(growing_only):
-    """It is that of distance 0 alone. Where nothing grows, nothing moves at all."""
+    """It is that of distance 0 alone. Where nothing grows, nothing moves."""
     torch.manual_seed(0)
     for target in (None, 3.0):
         model = build("llama")
@@ -106,7 +106,8 @@ def test_under_rotary_positions_the_trace_is_left_alone_unless_a_target_is_given
             if target is not None:
                 assert ((new.trace() - 3).abs() < (old.trace() - 3).abs()).all()
             elif growing_only:
-                assert torch.equal(new.dense(), old.dense())
+                # its scale is the first one, to the rounding of two ways to compute it
+                torch.testing.assert_close(new.dense(), old.dense(), rtol=1e-6, atol=1e-7)
             else:
                 assert (new.scale() < old.scale()).all()
 
@@ -138,8 +139,21 @@ def compared(attention, tokens=20_000):
     )
 
 
-@pytest.mark.parametrize("what", ["queries", "gain", "bias", "shift"])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "gpt-neox", "qwen2"])
+@pytest.mark.parametrize(
+    ("family", "what"),
+    [
+        (family, what)
+        for family, lacks in {
+            "gpt2": "",
+            "llama": "bias shift",
+            "gemma2": "bias shift",
+            "gpt-neox": "",
+            "qwen2": "shift",
+        }.items()
+        for what in ("queries", "gain", "bias", "shift")
+        if what not in lacks.split()
+    ],
+)
 @torch.no_grad()
 def test_nothing_that_grows_carries_what_a_head_compares_beyond_three_times_its_first(family, what):
     torch.manual_seed(0)
@@ -151,8 +165,6 @@ def test_nothing_that_grows_carries_what_a_head_compares_beyond_three_times_its_
         grown = {
             "queries": attention.query.weight, "gain": norm.stored, "bias": attention.query.bias, "shift": norm.bias,
         }[what]  # fmt: skip
-        if grown is None:
-            pytest.skip(f"{family} has no such thing")
         grown.add_(10.0) if what in ("bias", "shift") else grown.mul_(100.0).add_(20.0 * (what == "gain"))
     reg.step_(1e-6)
     for attention, before in zip(reg.attentions, first, strict=True):

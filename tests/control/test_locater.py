@@ -144,7 +144,7 @@ def test_modules_stacked_into_one_batch_get_the_same_gradients(name):
         torch.testing.assert_close(gradient, in_place[key], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_on_a_gpu_the_gradients_are_those_of_the_cpu(name):
     model = MODELS[name]()

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
 import torch
 from rivals_worker import CASES, train
-from test_distributed import free_port
+from test_distributed import saved_by_two_ranks
 
 
+@pytest.mark.bitwise  # beside processes that are not shaken, and Adam makes much of rounding
 def test_two_ranks_train_as_one_process_does(tmp_path):
     """Each rank sees half of the batch; QK-clip's largest logit is that of the whole."""
-    worker, target = Path(__file__).parent / "rivals_worker.py", tmp_path / "trained.pt"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}",
-        str(worker), str(target),
-    ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    saved = torch.load(target, weights_only=True)
+    saved = saved_by_two_ranks(Path(__file__).parent / "rivals_worker.py", tmp_path / "trained.pt")
     for layout, family, method in CASES:
         alone, without = train(family, method), train(family, None)
         for name, value in alone.items():

@@ -118,7 +118,8 @@ def test_a_cache_gives_what_a_whole_forward_gives():
         whole = model(input_ids=ids).logits
         first = model(input_ids=ids[:, :7], use_cache=True)
         rest = model(input_ids=ids[:, 7:], past_key_values=first.past_key_values).logits
-    torch.testing.assert_close(rest, whole[:, 7:], rtol=1e-6, atol=1e-6)
+    # the model is in float64, its softmax in float32: 1e-7 in each of two layers, ten times that behind their products
+    torch.testing.assert_close(rest, whole[:, 7:], rtol=1e-5, atol=1e-5)
 
 
 def test_flex_attention_is_given_a_score_mod_that_caps(monkeypatch):

@@ -344,7 +344,8 @@ def test_gradient_checkpointing_changes_nothing(family, reentrant):
     if reentrant:
         model.enable_input_require_grads()
     found, _ = with_z_loss(model, {**given, "use_cache": False})
-    assert_same(found, expected)
+    # GPT-J multiplies queries and keys in float32, and without a cache from another layout: rounding of 1e-7 in logits
+    assert_same(found, expected, tolerance=1e-5 if family == "gptj" else 1e-9)
 
 
 def test_with_a_softcap_it_is_of_the_capped_logits():

@@ -34,7 +34,7 @@ class Layer(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    def __init__(self, config: ModelConfig, vocabulary: int) -> None:
+    def __init__(self, config: ModelConfig, vocabulary: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         d = config.width
         self.config = config
@@ -46,9 +46,10 @@ class LanguageModel(nn.Module):
             self.output.weight = self.embedding.weight
         self.dropout = nn.Dropout(config.dropout)
         half = d // 2
-        frequency = torch.tensor([10_000 ** (-j / (half - 1)) for j in range(half)])
+        frequency = torch.tensor([10_000 ** (-j / (half - 1)) for j in range(half)], dtype=torch.float64)
         angle = torch.arange(2, config.tokens + 2)[:, None] * frequency  # positions count from 2
         self.register_buffer("positions", torch.cat([angle.sin(), angle.cos()], 1))
+        self.to(dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
         t = tokens.shape[1]

@@ -94,6 +94,45 @@ def test_what_was_cut_off_is_trained_anew_and_what_was_finished_is_not(folder, t
     assert losses[0].tolist() == pytest.approx(losses[1].tolist(), rel=1e-6)  # float32's, whatever the threads
 
 
+def everything_in(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "name", ["../../my-valuable-run", "/my-valuable-run", "..", ".", "group-00/../../../my-valuable-run"]
+)
+@pytest.mark.parametrize("steps", [3, 6])
+def test_a_plan_that_names_a_run_elsewhere_is_refused_and_nothing_is_removed(folder, tmp_path, name, steps):
+    """A sweep.json is somebody's file: what it names is neither trained over, nor discarded as cut off."""
+    arena_folder, valuable = tmp_path / "arena", tmp_path / "my-valuable-run"
+    shutil.copytree(folder / "none", arena_folder / "none")
+    shutil.copytree(folder / "none" / "group-00", valuable)
+    lines = (valuable / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (valuable / "metrics.jsonl").write_bytes(b"".join(lines[:3]))  # as if it had been cut off
+    path = arena_folder / "none" / "sweep.json"
+    plan = json.loads(path.read_text())
+    plan["groups"][0]["name"] = name.replace("/my", f"{tmp_path}/my") if name.startswith("/") else name
+    path.write_text(json.dumps(plan))
+    before = everything_in(tmp_path)
+    arena = replace(SMALL, config=SMALL.config.changed(steps=steps), contenders=("none",))
+    for call in (lambda: run_arena(arena, arena_folder, device="cpu"), lambda: read_arena(arena_folder)):
+        with pytest.raises(LocaterError, match="is no file or folder inside"):
+            call()
+    assert everything_in(tmp_path) == before
+
+
+def test_a_run_of_somebody_elses_in_a_group_s_place_is_refused_before_anything_is_removed(folder, tmp_path):
+    for contender in ("none", "qk-norm"):
+        shutil.copytree(folder / contender, tmp_path / contender)
+    (tmp_path / "none" / "group-00" / "metrics.jsonl").write_bytes(b"")  # cut off: it would be trained anew
+    shutil.rmtree(tmp_path / "qk-norm" / "group-00")
+    shutil.copytree(folder / "softcap" / "group-00", tmp_path / "qk-norm" / "group-00")
+    before = everything_in(tmp_path)
+    with pytest.raises(LocaterError, match="group-00 holds a run that is not of this arena"):
+        run_arena(replace(SMALL, contenders=("none", "qk-norm")), tmp_path, device="cpu")
+    assert everything_in(tmp_path) == before
+
+
 def test_what_was_trained_by_another_rule_of_a_method_is_not_taken_for_this_one_s(folder, tmp_path):
     shutil.copytree(folder / "locater-auto", tmp_path / "locater-auto")
     path = tmp_path / "locater-auto" / "sweep.json"

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from locater.errors import LocaterError
-from locater.lab import data
+from locater.lab import _wikitext, data
 from locater.lab.data import EOS, PAD, SPECIALS, SPLITS, UNK, Corpus, load_corpus
 
 LINES = "the cat saw the dog\n\nthe dog saw <unk> and the bird\n = a title = \n"
@@ -351,13 +351,41 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return modules["huggingface_hub"]
 
 
+def checksums(texts: dict[str, str]) -> dict[str, str]:
+    return {
+        name.split(".")[0]: _wikitext.sorted_checksum(map(str.split, text.splitlines())) for name, text in texts.items()
+    }
+
+
 @pytest.mark.usefixtures("hub")
-def test_what_comes_from_the_hub_is_what_a_folder_holds(tmp_path: Path, cache: Path) -> None:
+def test_what_comes_from_the_hub_is_what_a_folder_holds(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_wikitext, "CHECKSUMS", checksums(SMALL))
     corpus = load_corpus("wikitext-2")
     assert corpus.name == "wikitext-2"
     assert corpus.fingerprint == load_corpus(write(tmp_path / "small")).fingerprint
     assert {path.name for path in tmp_path.iterdir()} == {"cache", "small"}
     assert {path.name for path in cache.iterdir()} == {"corpora", "hub"}
+
+
+@pytest.mark.usefixtures("hub")
+def test_what_comes_from_the_hub_and_is_not_wikitext_2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        _wikitext, "CHECKSUMS", checksums(SMALL | {"valid.txt": SMALL["valid.txt"] + "one line more\n"})
+    )
+    with pytest.raises(LocaterError, match="is not the valid text of WikiText-2; remove it"):
+        load_corpus("wikitext-2")
+
+
+def test_the_checksums_are_those_of_wikitext_2() -> None:
+    place = os.environ.get("LOCATER_DATA")
+    if not place or not (Path(place) / "wikitext-2").is_dir():
+        pytest.skip("set LOCATER_DATA to a folder that holds wikitext-2")
+    texts = {path.name: path.read_text(encoding="utf-8") for path in (Path(place) / "wikitext-2").glob("*.txt")}
+    lines = {name: [line.split() for line in text.split("\n")[:-1]] for name, text in texts.items()}
+    found = {name.split(".")[0]: _wikitext.sorted_checksum(each) for name, each in lines.items()}
+    assert found == _wikitext.CHECKSUMS
 
 
 def test_without_network_or_package_wikitext_2_asks_for_a_folder(

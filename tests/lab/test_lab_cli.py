@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from io import StringIO
 
 import pytest
 from corpora import write_corpus
 
 from locater.cli import main
 
-LOCATER = [sys.executable, "-c", "from locater.cli import main; main()"]
+LOCATER = [sys.executable, "-m", "locater"]
 SMALL = [
     *("--set", "width=16", "--set", "ffn=16", "--set", "tokens=8", "--set", "batch=4", "--set", "record_every=20"),
     *("--set", "probe_blocks=8", "--set", "valid_blocks=8", "--set", "checkpoint_every=20"),
@@ -32,9 +34,12 @@ def cache(tmp_path_factory, monkeypatch):
 
 
 def run(*arguments, cwd, status=0):
-    done = subprocess.run([*LOCATER, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, check=False)
-    assert done.returncode == status, done.stderr
-    return done
+    """In this process, which has everything loaded."""
+    out, err = StringIO(), StringIO()
+    with chdir(cwd), redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as leaving:
+        main([str(word) for word in arguments])
+    assert leaving.value.code == status, err.getvalue()
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
 
 
 def test_a_sweep_is_trained_summed_up_and_drawn(tmp_path, text):
@@ -44,7 +49,7 @@ def test_a_sweep_is_trained_summed_up_and_drawn(tmp_path, text):
     rows = json.loads((tmp_path / "sweep.json").read_text())["members"]
     assert [row["member"] for row in rows] == ["none-s0", "none-s1", "k0-s0", "k0-s1", "k1-s0", "k1-s1"]
     assert all(row["steps"] == 60 and row["perplexity"] > 1 for row in rows)
-    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["group-00", "group-01", "sweep.json"]
+    assert sorted(path.name for path in (tmp_path / "here").glob("[!.]*")) == ["group-00", "group-01", "sweep.json"]
     again = run("sweep", "paper-d32-l1", *options, "--group-size", 4, "--json", "-", cwd=tmp_path)
     assert json.loads(again.stdout)["members"] == rows  # nothing is trained twice
     refused = run("figure", 8, "--runs", "here", "--out", "pictures", cwd=tmp_path, status=2)

@@ -59,7 +59,7 @@ def synthetic_run(
     members = members_for(config, kappas, seeds=seeds, learning_rate=2.5e-5, reading=reading)
     folder.mkdir(parents=True)
     write_run(Run(folder, config, tuple(members), {"note": "synthetic"}))
-    file = MetricsFile(folder, keep_until=-1)
+    file = MetricsFile(folder, keep_until=-1, expected=None)
     last = config.steps if until is None else until
     file.append([r for m in members for r in _synthetic_records(truth, config, m) if r["step"] <= last])
     file.close()

@@ -6,21 +6,19 @@ import pytest
 import torch
 from torch.nn import functional
 
-from interpreter import DEVICE, INTERPRETED, ON_GPU, passes_in_the_interpreter, runs_elsewhere
+from interpreter import DEVICE
 from locater.lab import _kernels
 from locater.lab._norm import add_norm
 from locater.lab._random import keep_mask, site_key
 
 
-@runs_elsewhere
-def test_everything_below_passes_in_the_interpreter():
-    passes_in_the_interpreter(__file__)
-
-
 @pytest.mark.parametrize("both", [True, False])  # whether the sum is used beside what is normed
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 @pytest.mark.parametrize(("tokens", "width"), [(37, 32), (130, 20), (5, 128), (1, 7)])
-def test_values_and_gradients_are_those_of_plain_operations_in_float64(tokens, width, rate, both):
+@pytest.mark.parametrize("kernel", [True, False])
+def test_values_and_gradients_are_those_of_plain_operations_in_float64(kernel, tokens, width, rate, both, request):
+    if kernel:
+        request.getfixturevalue("kernels")
     generator = torch.Generator().manual_seed(0)
     members = 3
 
@@ -31,8 +29,7 @@ def test_values_and_gradients_are_those_of_plain_operations_in_float64(tokens, w
     bias, weight, shift, _ = flat.unflatten(1, (4, width)).unbind(1)
     branch, residual = draw(members, tokens, width), draw(members, tokens, width)
     key = site_key(torch.arange(members, device=DEVICE), 5, 2) if rate else None
-    if ON_GPU or INTERPRETED:
-        assert _kernels.available(branch)
+    assert _kernels.available(branch) or not kernel
     total, normed = add_norm(branch, bias, residual, weight, shift, key, rate)
     up = [torch.randn(total.shape, generator=generator).to(DEVICE) for _ in range(2)]
     wanted = (branch, flat, residual)

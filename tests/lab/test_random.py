@@ -7,17 +7,12 @@ import math
 import pytest
 import torch
 
-from interpreter import DEVICE, ON_GPU, passes_in_the_interpreter, runs, runs_elsewhere
+from interpreter import DEVICE, ON_GPU, on_gpu, runs
 from locater.errors import LocaterError
 from locater.lab._random import dropout, dropout_add, dropout_bits, keep_mask, site_key
 
 SEEDS = torch.tensor([0, 1, 12345, 2**40])
 COUNT = 1 << 18
-
-
-@runs_elsewhere
-def test_kernel_and_pytorch_agree_in_the_interpreter():
-    passes_in_the_interpreter(__file__)
 
 
 def masks(rate, steps=(0, 1, 2), sites=(0, 1, 2)):
@@ -195,7 +190,7 @@ def test_the_kernel_refuses_what_it_would_misread():
         dropout_add(x, x[:, :8], torch.zeros(2, dtype=torch.int64, device=DEVICE), 0.1)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="compares devices")
+@on_gpu
 def test_masks_are_the_same_on_both_devices():
     key = site_key(SEEDS, 9, 1)
     assert torch.equal(site_key(SEEDS.cuda(), torch.tensor(9).cuda(), 1).cpu(), key)

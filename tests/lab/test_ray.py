@@ -202,7 +202,9 @@ def test_a_killed_worker_is_replaced_and_nothing_changes(cluster, config, member
     assert metrics(plan) == undisturbed
 
 
-def test_a_lost_node_s_work_goes_on_on_another(cluster, config, members, undisturbed, tmp_path):
+def test_a_lost_node_s_work_goes_on_on_another(cluster, config, members, undisturbed, tmp_path, full):
+    if not full:
+        pytest.skip("a fifth of a minute: LOCATER_FULL=1, or make test-full")
     (node,) = cluster.worker_nodes
 
     raylet = node.all_processes["raylet"][0].process.pid
@@ -226,7 +228,9 @@ def test_a_lost_node_s_work_goes_on_on_another(cluster, config, members, undistu
     assert metrics(plan) == undisturbed
 
 
-def test_training_goes_on_without_the_board_for_progress_and_gets_a_new_one(cluster, config, members, tmp_path):
+def test_training_goes_on_without_the_board_for_progress_and_gets_a_new_one(cluster, config, members, tmp_path, full):
+    if not full:
+        pytest.skip("a quarter of a minute: LOCATER_FULL=1, or make test-full")
     went_on = threading.Event()
 
     class SeenError(Exception):
@@ -254,7 +258,7 @@ def test_a_failing_group_lets_the_others_finish_and_is_named(cluster, config, me
     (tmp_path / "group-01").mkdir()
     (tmp_path / "group-01" / "run.json").write_text("not what a run writes")
     with pytest.raises(
-        LocaterError, match=r"^group-01: cannot read .*run\.json: .*\(the other 2 of 3 groups"
+        LocaterError, match=r"^group-01: cannot read .*run\.json as JSON: .*\(the other 2 of 3 groups"
     ) as raised:
         sweep(config, members, tmp_path, group_size=1, engine="ray", address=cluster.address)
     assert len(str(raised.value).splitlines()) == 1
@@ -316,6 +320,7 @@ def test_ctrl_c_leaves_checkpoints_behind_and_no_processes(config, members, undi
     driver = subprocess.Popen(
         [sys.executable, "-c", CTRL_C, str(tmp_path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # as in the foreground
     )  # fmt: skip
     try:
         assert driver.stdin is not None

@@ -12,7 +12,7 @@ from torch.nn import functional
 from locater.lab import Config, Member, ModelConfig, Stack, load_corpus
 from locater.lab.loss import loss_and_gradient, losses
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+pytestmark = pytest.mark.gpu
 
 MODEL = ModelConfig(width=32, ffn=32, layers=2, heads=2, tokens=16)
 CONFIG = Config(model=MODEL, batch=8, steps=60)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -83,36 +82,18 @@ def undisturbed(tmp_path_factory, corpus, processes):
     return folder
 
 
-def test_twenty_kills_at_random_moments_lose_nothing(tmp_path, corpus, processes, undisturbed):
-    moments = random.Random(0)
-    folder, kills, finished = tmp_path / "run", 0, 0
-    while kills < 20:
-        process = processes.Process(target=run_here, args=(CONFIG, folder, corpus))
-        process.start()
-        process.join(timeout=moments.uniform(0.05, 1.5))
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
-            process.join()
-            kills += 1
-        else:
-            assert metrics(folder) == metrics(undisturbed)
-            shutil.rmtree(folder)
-            finished += 1
-    finish(processes.Process(target=run_here, args=(CONFIG, folder, corpus)))
-    assert metrics(folder) == metrics(undisturbed)
-    left = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert left == [f"step-{step:09d}.{kind}" for step in (285, 300) for kind in ("json", "safetensors")]
-
-
-def test_ctrl_c_writes_a_checkpoint_and_the_run_goes_on_from_there(tmp_path, corpus, processes, undisturbed):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm_write_a_checkpoint_and_the_run_goes_on_from_there(
+    number, status, tmp_path, corpus, processes, undisturbed
+):
     folder = tmp_path / "run"
     process = processes.Process(target=run_here, args=(replace(CONFIG, checkpoint_every=10_000), folder, corpus))
     process.start()
     while not (folder / "metrics.jsonl").exists() or len(metrics(folder).splitlines()) < 12:
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     process.join(timeout=60)
-    assert process.exitcode == 1  # KeyboardInterrupt
+    assert process.exitcode == status  # KeyboardInterrupt, SystemExit
     assert len(list((folder / "checkpoints").glob("*.safetensors"))) == 1
     finish(processes.Process(target=run_here, args=(CONFIG, folder, corpus)))
     assert metrics(folder) == metrics(undisturbed)
@@ -125,6 +106,7 @@ def test_checkpoints_from_before_positions_could_be_rotary_still_belong_to_their
     assert _fingerprint(replace(run, config=Config().changed(positions="rotary"))) != "2f6e381bbb219f8e"
 
 
+@pytest.mark.bitwise  # beside a run of another process
 @pytest.mark.parametrize("damage", ["flipped", "cut", "manifest"])
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, corpus, undisturbed, damage):
     folder = tmp_path / "run"
@@ -143,6 +125,90 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, corpus
     assert metrics(folder) == metrics(undisturbed)
 
 
+def manifest_of(folder):
+    return max((folder / "checkpoints").glob("*.json"))
+
+
+@pytest.mark.bitwise  # beside a run of another process
+@pytest.mark.parametrize("key", ["step", "sha256", "bytes", "belongs_to", "records", "manifest_sha256"])
+def test_one_changed_character_in_a_manifest_is_noticed_and_the_checkpoint_before_is_used(
+    tmp_path, corpus, undisturbed, key
+):
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed, folder)
+    path = manifest_of(folder)
+    text = path.read_text()
+    at = next(i for i in range(text.index(f'"{key}":') + len(key) + 3, len(text)) if text[i].isdigit())
+    path.write_text(text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :])
+    seen = []
+    train(CONFIG, MEMBERS, folder, corpus=corpus, device="cpu", watch=seen.append)
+    assert "going on from step 285" in seen[0].note
+    assert metrics(folder) == metrics(undisturbed)
+
+
+@pytest.mark.bitwise  # beside a run of another process
+def test_checkpoints_from_before_manifests_had_checksums_go_on(tmp_path, corpus, undisturbed):
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed, folder)
+    for path in (folder / "checkpoints").glob("*.json"):
+        value = json.loads(path.read_text())
+        del value["manifest_sha256"], value["records"]
+        path.write_text(json.dumps(value))
+    run_here(CONFIG, folder, corpus)
+    assert metrics(folder) == metrics(undisturbed)
+    path = manifest_of(folder)
+    path.write_text(path.read_text().replace('"step": 300', '"step": 290'))  # is held to its name
+    seen = []
+    train(CONFIG, MEMBERS, folder, corpus=corpus, device="cpu", watch=seen.append)
+    assert "going on from step 285" in seen[0].note
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda lines: [line for line in lines if b'"step":40,' not in line], "step 40 in .* are missing"),
+        (lambda lines: lines[:20] + lines[21:], "step 60 in .* were changed"),
+        (lambda lines: [line.replace(b'"step":70,"member":"held"', b'"step":70,"member":"hold"') for line in lines],
+         "step 70 in .* were changed"),
+        (lambda lines: [*lines[:9], lines[9].replace(b"1", b"2", 3), *lines[10:]], "step 8 in .* were changed"),
+        (lambda lines: [*lines, lines[-1].replace(b'"step":300', b'"step":299')], "step 299 in .* were added"),
+        (lambda lines: lines[:-1], "step 300 in .* were changed"),
+        (lambda lines: lines[:0], "step 0 in .* are missing"),
+    ],
+)  # fmt: skip
+def test_records_that_were_lost_or_changed_are_named_when_the_run_goes_on(tmp_path, corpus, undisturbed, change, says):
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed, folder)
+    before = b"".join(change(metrics(folder).splitlines(keepends=True)))
+    (folder / "metrics.jsonl").write_bytes(before)
+    with pytest.raises(LocaterError, match=f"the records of {says} since the checkpoint was written"):
+        run_here(replace(CONFIG, steps=310), folder, corpus)
+    assert metrics(folder) == before  # nothing is made worse
+
+
+@pytest.mark.parametrize("value", ['"abc"', "[]", "{}", "[[1]]", '[["a"]]', "true"])
+def test_records_of_another_type_are_named_with_their_line(tmp_path, corpus, undisturbed, value):
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed, folder)
+    lines = metrics(folder).splitlines(keepends=True)
+    record = json.loads(lines[5]) | {"rank_residual": json.loads(value)}
+    (folder / "metrics.jsonl").write_bytes(b"".join([*lines[:5], json.dumps(record).encode() + b"\n", *lines[6:]]))
+    for read in (lambda: read_metrics(folder), lambda: run_here(CONFIG, folder, corpus)):
+        with pytest.raises(LocaterError, match=r"line 6 of .* is damaged"):
+            read()
+
+
+def test_what_a_killed_process_left_is_gone_after_the_next(tmp_path, corpus, undisturbed):
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed, folder)
+    (folder / ".run.json.abc.unfinished").write_text("half")
+    (folder / "checkpoints" / ".unfinished-abc").write_text("half")
+    (folder / "checkpoints" / "step-000000299.safetensors").write_text("no manifest")
+    run_here(replace(CONFIG, steps=310), folder, corpus)
+    names = [path.name for path in folder.rglob("*")]
+    assert not [name for name in names if "unfinished" in name or "299" in name]
+
+
 def test_when_every_checkpoint_is_damaged_it_says_so_and_keeps_them(tmp_path, corpus, undisturbed):
     folder = tmp_path / "run"
     shutil.copytree(undisturbed, folder)
@@ -153,6 +219,7 @@ def test_when_every_checkpoint_is_damaged_it_says_so_and_keeps_them(tmp_path, co
     assert metrics(folder) == metrics(undisturbed)
 
 
+@pytest.mark.bitwise  # beside a run of another process
 def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path, corpus, processes, undisturbed):
     folder = tmp_path / "run"
     finish(processes.Process(target=run_here, args=(replace(CONFIG, steps=30), folder, corpus)))
@@ -180,6 +247,7 @@ def test_a_disk_without_space_says_that_it_is_full(tmp_path, corpus):
         subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.bitwise  # beside a run of another process
 def test_a_run_can_be_given_more_steps(tmp_path, corpus, undisturbed):
     folder = tmp_path / "run"
     run_here(replace(CONFIG, steps=150), folder, corpus)
@@ -260,14 +328,20 @@ def test_a_run_says_what_it_was(undisturbed):
     assert set(read_metrics(undisturbed)["step"]) == {0, 1, 2, 4, 8, *range(10, 301, 10)}
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_anew(tmp_path, corpus, processes, undisturbed):
+@pytest.mark.bitwise  # beside a run of another process
+@pytest.mark.parametrize("every", [10, 300])
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(tmp_path, corpus, undisturbed, every, monkeypatch):
+    """Between the record of a step and its checkpoint, too."""
     folder = tmp_path / "run"
-    process = processes.Process(target=run_here, args=(replace(CONFIG, checkpoint_every=200), folder, corpus))
-    process.start()
-    while not (folder / "metrics.jsonl").exists() or not metrics(folder):
-        time.sleep(0.002)
-    process.kill()
-    process.join()
+
+    def die(*_):
+        raise MemoryError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("locater.lab.checkpoint.save", die)
+        with pytest.raises(MemoryError):
+            run_here(replace(CONFIG, checkpoint_every=every), folder, corpus)
+    assert not (folder / "checkpoints").exists()
     run_here(CONFIG, folder, corpus)
     assert metrics(folder) == metrics(undisturbed)
 
@@ -291,14 +365,17 @@ def test_fewer_steps_than_there_are_is_refused(tmp_path, corpus, undisturbed):
     assert read_run(folder).config.steps == 300
 
 
-def test_a_damaged_line_before_the_last_stops_the_run_and_not_its_readers(tmp_path, corpus, undisturbed):
+def test_a_damaged_line_before_the_last_is_named_to_the_run_and_to_readers(tmp_path, corpus, undisturbed):
     folder = tmp_path / "run"
     shutil.copytree(undisturbed, folder)
     lines = metrics(folder).splitlines(keepends=True)
     (folder / "metrics.jsonl").write_bytes(b"".join([*lines[:3], b"{damaged\n", *lines[4:]]))
     with pytest.raises(LocaterError, match=r"line 4 of .* is damaged"):
         run_here(CONFIG, folder, corpus)
-    assert len(read_metrics(folder)) == len(lines) - 1
+    with pytest.raises(LocaterError, match=r"line 4 of .* is damaged"):
+        read_metrics(folder)
+    (folder / "metrics.jsonl").write_bytes(b"".join([*lines[:3], lines[3][:40]]))  # being written
+    assert len(read_metrics(folder)) == 3
 
 
 def test_a_run_that_broke_whole_is_not_begun_again(tmp_path, corpus):

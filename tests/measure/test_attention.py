@@ -213,6 +213,7 @@ def test_a_sequence_without_queries_of_its_own_does_not_count(small):
     assert found.entropy[0].isfinite().all()
 
 
+@pytest.mark.bitwise  # a sum of one number is exact on every machine, and then z is 1, the edge of what counts
 def test_chosen_queries_see_what_a_shorter_sequence_would(small):
     q, k = small
     rho = signal_propagation(q, k, queries=[4, -1, -30, 17])

@@ -258,7 +258,7 @@ def no_attention(place, folder):
 MISTAKES = {
     own_code: "cannot be loaded",
     no_attention: "attention",
-    missing: "cannot read the text",
+    missing: "cannot read",
     empty: "holds no text",
     binary: "is not text in UTF-8",
     zeros: "zero byte",
@@ -341,8 +341,10 @@ def test_a_model_has_no_alarms_since_itself_and_one_whose_queries_exploded_has_o
     ("content", "words"),
     [
         (None, "cannot read"),
-        ("{", "is not JSON"),
-        ("[]", "is no measurement"),
+        ("{", "as JSON"),
+        ("[" * 100_000, "nested too deep"),
+        ("[]", "should hold a JSON object"),
+        ("{}", "is no measurement"),
         ({"length": 8}, "is of another text: its length is 8, here it is 16"),
         ({"layers": []}, "a damaged measurement"),
         ({"layers": [], "heads": []}, "is of another model"),

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from materialised import TOLERANCE, check, check_rho, last_rows, materialised, problems
 
-from interpreter import DEVICE, ON_GPU, imported_without_triton, on_gpu, passes_in_the_interpreter, runs, runs_elsewhere
+from interpreter import DEVICE, ON_GPU, imported_without_triton, on_gpu, runs
 from locater import _triton
 from locater.measure import AttentionStatistics, _kernels, attention_statistics
 from locater.measure._kernels import Tiles, View, row_statistics
@@ -24,11 +24,6 @@ pytest.importorskip("triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALL = Tiles(16, 16, 4, 2)
 WAYS = [SMALL, Tiles(32, 16, 4, 1, slice=16), Tiles(16, 32, 4, 3), Tiles(16, 16, 4, 2, descriptors=True)]
-
-
-@runs_elsewhere
-def test_everything_below_passes_in_the_interpreter():
-    passes_in_the_interpreter(__file__)
 
 
 def numbers(*shape, dtype=torch.bfloat16, seed=0, size=1.0):

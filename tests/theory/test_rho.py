@@ -23,7 +23,11 @@ from locater.theory import (
 from locater.theory.law import spectrum_of
 from locater.theory.simulate import rho_by_walks, rho_given_query
 
-WALKS = 1_000_000
+
+@pytest.fixture
+def walks(full):
+    """How many are simulated; the bounds are standard errors of as many."""
+    return 1_000_000 if full else 150_000
 
 
 def asymmetric(d_head, d_model, seed=0):
@@ -48,7 +52,7 @@ GRID = [
 
 
 @pytest.mark.parametrize(("mean", "d", "tokens"), GRID)
-def test_exact_rho_agrees_with_a_million_walks(mean, d, tokens, full):
+def test_exact_rho_agrees_with_simulated_walks(mean, d, tokens, walks, full):
     """In 36 cells of up to 200 correlated tokens, 4 standard errors is the bound the design sets.
 
     Whole walks where that is quick (and everywhere in the full run), else walks given their query; the
@@ -56,13 +60,13 @@ def test_exact_rho_agrees_with_a_million_walks(mean, d, tokens, full):
     """
     w, walk = mean + 0.3 * np.random.default_rng(d).standard_normal(d), TokenProcess.random_walk(tokens)
     sampler = rho_by_walks if full or d * tokens <= 320 else rho_given_query
-    counted = sampler(spectrum_of(w), walk, np.sqrt(d), samples=WALKS, seed=tokens)
-    within_standard_errors(rho(w, walk, np.sqrt(d)), counted, WALKS)
+    counted = sampler(spectrum_of(w), walk, np.sqrt(d), samples=walks, seed=tokens)
+    within_standard_errors(rho(w, walk, np.sqrt(d)), counted, walks)
 
 
 @pytest.mark.parametrize("tokens", [2, 40, 200])
 @pytest.mark.parametrize("kind", ["random walk", "autoregressive", "independent"])
-def test_exact_rho_of_an_asymmetric_qk_with_anisotropic_tokens_agrees_with_a_million_walks(tokens, kind, full):
+def test_exact_rho_of_an_asymmetric_qk_with_anisotropic_tokens_agrees_with_simulated_walks(tokens, kind, walks, full):
     process = {
         "random walk": TokenProcess.random_walk(tokens),
         "autoregressive": TokenProcess.autoregressive(tokens, 0.9),
@@ -71,8 +75,8 @@ def test_exact_rho_of_an_asymmetric_qk_with_anisotropic_tokens_agrees_with_a_mil
     qk, sigma = asymmetric(4, 9)
     exact = rho(qk, process, 2.0, covariance=sigma)
     sampler = rho_by_walks if full or tokens <= 40 else rho_given_query
-    counted = sampler(spectrum_of(qk, sigma), process, 2.0, samples=WALKS, seed=11)
-    within_standard_errors(exact, counted, WALKS)
+    counted = sampler(spectrum_of(qk, sigma), process, 2.0, samples=walks, seed=11)
+    within_standard_errors(exact, counted, walks)
 
 
 def test_multiplying_out_whole_sequences_agrees_too():

@@ -79,7 +79,7 @@ def test_the_torch_path_gives_the_same_numbers_as_numpy():
         assert type(moved.query).__module__ == "torch"
         got = moved.statistics(0.2 + 0.3 * moved.spread, 2.0)
         for a, b in zip(got, expected, strict=True):
-            np.testing.assert_allclose(a.numpy(), b, atol=1e-12)
+            np.testing.assert_allclose(a.numpy(), b, rtol=1e-6)  # its shares are in float32
 
 
 @pytest.mark.parametrize(
