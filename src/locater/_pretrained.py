@@ -40,6 +40,8 @@ class Pretrained:
                 raise LocaterError(f"{name} is no model to run: give its folder, a .gguf file, or a hub id")
             require("gguf", "hf")
             return cls(name, {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, **common})
+        if path.exists():
+            raise LocaterError(f"{name} is a pipe or a device, not a model")
         if path.suffix == ".gguf" or path.is_absolute() or len(path.parts) > 2 or name.startswith("."):
             raise LocaterError(
                 f"{name} does not exist; give a folder, a .gguf file, or a hub id like organisation/model"

@@ -194,13 +194,17 @@ class Member:
     reading: str = "figures"  # of the paper's objective, see READINGS
 
     def __post_init__(self) -> None:
-        if not self.name or any(c in self.name for c in "\n\r\t/\\"):
-            raise LocaterError(f"a member's name must be one word that can be part of a file's name, got {self.name!r}")
+        if not isinstance(self.name, str) or not self.name or any(c in self.name for c in "\n\r\t/\\"):
+            raise LocaterError(
+                f"a member's name must be one word that can be part of a file's name, got {self.name!r:.80}"
+            )
         check_whole("seed", self.seed, least=0)
         for name in ("learning_rate", "decay", "scale_strength", "mean_strength", "strength"):
             _number(name, getattr(self, name))
-        if not math.isfinite(self.target):
-            raise LocaterError(f"target must be a finite number, got {self.target!r}")
+        if isinstance(self.target, bool) or not isinstance(self.target, int | float) or not math.isfinite(self.target):
+            raise LocaterError(f"target must be a finite number, got {self.target!r:.80}")
+        if self.kappa_2 is not None:
+            _number("kappa_2", self.kappa_2)
         _one_of("reading", self.reading, tuple(READINGS))
 
     def to_json(self) -> dict[str, Any]:

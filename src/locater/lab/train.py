@@ -239,7 +239,7 @@ def _fingerprint(run: Run) -> str:
         del settings["model"]["positions"]
     rule = METHODS[run.config.model.method].rule
     rest = [] if rule == 1 else [rule]
-    return fingerprint([settings, [member.to_json() for member in run.members], run.about["corpus"], *rest])
+    return fingerprint([settings, [member.to_json() for member in run.members], run.about.get("corpus"), *rest])
 
 
 def _about(corpus: Corpus, device: torch.device) -> dict[str, Any]:
