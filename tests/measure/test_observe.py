@@ -683,7 +683,8 @@ def test_sequences_packed_into_one_are_measured_each_by_itself():
     one, other = packed.tokens(), apart.tokens()
     assert (one["sequences"] == 2).all()
     for name in ("rank_residual", "effective_rank", "mean_cosine"):
-        np.testing.assert_allclose(one[name], other[name], rtol=1e-5)
+        # in float32; a mean cosine near 0 is a difference of larger ones, off by their rounding
+        np.testing.assert_allclose(one[name], other[name], rtol=1e-5, atol=1e-6)
     module = one["module"].iloc[1]
     for found, expected in zip(packed.covariances(module), apart.covariances(module), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
