@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from locater.errors import LocaterError, reason, require
 
@@ -51,6 +54,8 @@ class Pretrained:
             raise LocaterError(f"the revision is given twice, {tag} and {revision}")
         if tag or revision:
             common["revision"] = tag or revision
+        if not _hub_has_an_address():
+            common["local_files_only"] = True
         return cls(name, {"pretrained_model_name_or_path": plain, **common})
 
     def sequences(self, text: str, length: int, source: str) -> tuple[torch.Tensor, int]:
@@ -102,6 +107,17 @@ class Pretrained:
             if not tokenizer("a", add_special_tokens=False)["input_ids"]:
                 raise LocaterError("its vocabulary is empty")
         return tokenizer
+
+
+def _hub_has_an_address() -> bool:
+    """Whether its name can be resolved; without, the hub's library would ask for every file for half a minute."""
+    host = urlsplit(require("huggingface_hub", "hf").constants.ENDPOINT).hostname
+    if "https" in getproxies():  # which resolves it
+        return True
+    try:
+        return bool(socket.getaddrinfo(host, 443))
+    except OSError:
+        return False
 
 
 def _cut(model: str, tokenizer: Any, text: str, length: int, source: str) -> tuple[torch.Tensor, int]:
