@@ -325,10 +325,10 @@ def main(arguments: list[str] | None = None) -> None:
     words = [word for word in given if word != "--traceback"]
     terminal.encode_what_can_be()
     code: object = None
-    ctrl_c = _CtrlC()
+    interrupt = _CtrlC()
     try:
         _check_working_folder()
-        with ctrl_c:
+        with interrupt:
             code = app(words or ["--help"], standalone_mode=False)
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
@@ -341,11 +341,12 @@ def main(arguments: list[str] | None = None) -> None:
         if traceback:
             raise
         message, code = explained(error, words[0] if words else "")
-        if ctrl_c.pressed:
-            code = _STOPPED
         terminal.discard_output()
-        with suppress(OSError):
-            print("" if ctrl_c.pressed else f"locater: {message}\n", end="", file=sys.stderr)
+        if interrupt.received:
+            code = _STOPPED
+        else:
+            with suppress(OSError):
+                print(f"locater: {message}", file=sys.stderr)
     if code in (_STOPPED, _TERMINATED):
         print("locater: stopped", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
@@ -354,7 +355,7 @@ def main(arguments: list[str] | None = None) -> None:
 class _CtrlC:
     """Remembers Ctrl-C: a library that is being imported may turn the KeyboardInterrupt into an error of its own."""
 
-    pressed = False
+    received = False
 
     def __enter__(self) -> None:
         here = threading.current_thread() is threading.main_thread()
@@ -367,7 +368,7 @@ class _CtrlC:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.pressed = True
+        self.received = True
         signal.default_int_handler(number, frame)
 
 
