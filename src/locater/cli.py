@@ -281,17 +281,17 @@ def _print_predictions(results: list[dict[str, Any]]) -> None:
         {
             "mean": result["mean"],
             "std": result["std"],
-            "shape of ρ": result["regime"],
+            "shape": result["regime"],
             "predicted": _sparkline(result["rho"]["exact"]),
             "simulated": _sparkline(result["rho"]["simulated"]),
         }
         | {name: f"{result['largest_gap'][key]:.3f}" for name, key in gaps.items()}
         for result in results
     ]
-    console.print("ρ, the chance that a token is on the slope of the paper's piecewise linear softmax,")
-    console.print("token 1 to the query, token 40: predicted from the mean and std of the eigenvalues")
-    console.print("of W_QK (d = 128), and counted in 4,000 walks. Softmax itself can look elsewhere:")
-    console.print("locater study softmax.")
+    console.print("ρ, the chance that a token is on the slope of the paper's piecewise linear")
+    console.print("softmax, from token 1 to the query, token 40: predicted from the mean and std of")
+    console.print("the eigenvalues of W_QK (d = 128), and counted in 4,000 walks. Softmax itself")
+    console.print("can look elsewhere: locater study softmax.")
     console.print(terminal.table(rows, "", box=SIMPLE_HEAD))
     console.print("exact, large T, printed: largest distance of each formula from the simulated ρ;")
     console.print(f"sampling explains up to {results[0]['four_standard_errors']:.3f} (4 standard errors).\n")
