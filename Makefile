@@ -6,7 +6,7 @@ WORKERS ?= 2
 # one thread a worker: the tests run in parallel already
 QUIET_THREADS := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1
 # tests of how long a page takes, while nothing else runs
-TIMED := $(BIN)/python -m pytest -m timed -q tests/report tests/explore
+TIMED := $(BIN)/python -m pytest -m timed -q tests/pages
 
 SEEDS ?= 0 1 2 3 4
 COUNT ?= 1000
@@ -15,8 +15,8 @@ PYTEST := $(QUIET_THREADS) $(BIN)/python -m pytest -n $(WORKERS) -m 'not timed'
 # a script of tests/ by itself
 SCRIPT := $(QUIET_THREADS) PYTHONPATH=tests:tests/lab $(BIN)/python
 # what computes with torch in the tests' own process, where it can be shaken
-COMPUTES := tests/theory tests/models tests/measure tests/control tests/lab tests/test_qk.py tests/test_seam.py \
-  --ignore=tests/lab/test_ray.py --ignore=tests/lab/test_lab_cli.py
+COMPUTES := tests/theory tests/models tests/measure tests/control tests/lab tests/test_qk.py tests/hooks \
+  --ignore=tests/lab/runs/test_ray.py
 
 .PHONY: demo test test-full test-shaken kills fuzz lint types browser docs bench clean
 

@@ -25,7 +25,7 @@ def measure(which: str) -> dict[str, float]:
 
     from lab_speed import WORDS, corpus
     from locater.lab import Config, Member, ModelConfig, Stack
-    from locater.lab.model import initial
+    from locater.lab.engine.model import initial
 
     model, text = ModelConfig(), corpus()
     if which == "lab":

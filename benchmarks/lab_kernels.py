@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 
 from _cuda import milliseconds
-from locater.lab import _kernels
-from locater.lab._random import site_key
+from locater.lab.engine import _kernels
+from locater.lab.engine._random import site_key
 
 E, N, V = 12, 4096, 33280
 FLOPS, BYTES = 790e12, 4.2e12

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "lab"))
 from fairseq_like import LanguageModel
 
 from locater.lab import Config, Corpus, ModelConfig, Stack, members_for
-from locater.lab.model import initial
+from locater.lab.engine.model import initial
 
 WORDS = 33_280
 
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 def _tune(stack: Stack) -> None:
-    from locater.lab import _kernels
+    from locater.lab.engine import _kernels
 
     table = stack.output.low
     x = torch.randn(len(stack), 4096, table.shape[-1], device="cuda").to(table.dtype)

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from locater._lab_commands import changed
+from locater.cli._training import changed
 from locater.control.stacked import decoupled_step, ordinary_scale, within_limit
-from locater.lab._method import biases
-from locater.lab._weight_methods import AutoLocAteR
 from locater.lab.arena import ARENAS, CONTENDERS, read_arena
-from locater.lab.methods import METHODS
-from locater.lab.sweep import sweep
+from locater.lab.engine._method import biases
+from locater.lab.engine._weight_methods import AutoLocAteR
+from locater.lab.engine.methods import METHODS
+from locater.lab.runs.sweep import sweep
 from locater.qk import QK
 
 AUTO = 3.0  # the limit of `within_limit`

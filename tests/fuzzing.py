@@ -30,7 +30,8 @@ from corpora import write_corpus
 
 from forking import Child, Ended
 from locater.cli import main as command_line
-from locater.lab import Stack, _arena_cost
+from locater.lab import Stack
+from locater.lab.arena import cost as _arena_cost
 
 SECONDS, BYTES = 20.0, 2**30
 

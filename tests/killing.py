@@ -24,8 +24,9 @@ import torch
 from corpora import write_corpus
 
 from forking import Child, Ended
-from locater.lab import Config, Member, ModelConfig, _arena_cost, arena, load_corpus, sweep, train
-from locater.lab.records import MetricsFile
+from locater.lab import Config, Member, ModelConfig, arena, load_corpus, sweep, train
+from locater.lab.arena import cost as _arena_cost
+from locater.lab.runs.records import MetricsFile
 
 CONFIG = Config(
     model=ModelConfig(width=8, ffn=8, layers=1, tokens=8),

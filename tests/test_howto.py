@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from locater.control import DecoupledLocAteR
 from locater.measure.logs import read_log
-from pages import DOCS
+from markdown_pages import DOCS
 
 
 def test_two_ranks_of_the_fsdp_page_train_as_one_process_does(tmp_path):

@@ -28,7 +28,7 @@ def test_a_wheel_installed_with_its_extras_in_an_empty_environment_runs_the_demo
     (wheel,) = tmp_path.glob("locater-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "locater/py.typed" in names
-    assert "locater/report/page/main.js" in names
+    assert "locater/pages/report/page/main.js" in names
     run(sys.executable, "-m", "venv", "empty", cwd=tmp_path)
     python = tmp_path / "empty" / "bin" / "python"
     install = (python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt")

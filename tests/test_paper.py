@@ -14,7 +14,7 @@ import typer
 from locater.cli import app
 from locater.lab import PRESETS
 from locater.theory import STUDIES
-from pages import DOCS, ROOT
+from markdown_pages import DOCS, ROOT
 
 PAGE = (DOCS / "paper.md").read_text()
 

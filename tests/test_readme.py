@@ -10,7 +10,7 @@ import tomllib
 
 import pytest
 
-from pages import DOCS, ROOT, blocks, commands, run_locater, run_python
+from markdown_pages import DOCS, ROOT, blocks, commands, run_locater, run_python
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = [line for _, block in blocks(README, "sh") for line in commands(block)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pages import ROOT
+from markdown_pages import ROOT
 
 pytest.importorskip("mkdocs", reason="no mkdocs: pip install 'locater[docs]'")
 pytest.importorskip("material", reason="no mkdocs-material: pip install 'locater[docs]'")

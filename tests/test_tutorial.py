@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from pages import DOCS, blocks, commands, run_locater, run_python
+from markdown_pages import DOCS, blocks, commands, run_locater, run_python
 
 TEXT = (DOCS / "tutorial.md").read_text()
 

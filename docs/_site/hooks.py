@@ -40,7 +40,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             _put(files, config, target, (ROOT / source).read_text(encoding="utf-8"))
     for folder in _runs():
         _put(files, config, f"runs/{folder.name}.md", _run_page(folder))
-    from locater.explore import explorer_page
+    from locater.pages.explore import explorer_page
 
     _put(files, config, EXPLORER, explorer_page())
     return files

@@ -11,9 +11,9 @@ from rivals import ByHand, Joint, batch, gradients, loss_of, ready, softmax_inpu
 from torch import nn
 
 from locater import observe
-from locater._seam import Call
 from locater.control import QKClip, Softcap, ZLoss
 from locater.control._logsumexp import logsumexp
+from locater.hooks import Call
 
 STRENGTH = 0.3
 
@@ -276,7 +276,7 @@ def test_evaluation_reads_no_call(family, monkeypatch):
     model, given = ready(family), batch(family)
     ZLoss(STRENGTH).apply(model)
     for reader in ("of_interface", "of_logits"):
-        monkeypatch.setattr(f"locater._seam._calls.{reader}", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr(f"locater.hooks._calls.{reader}", lambda *_, **__: 1 / 0)
     loss_of(model.eval(), given)
     with pytest.raises(ZeroDivisionError):
         loss_of(model.train(), given)

@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from locater.errors import LocaterError
-from locater.lab import _wikitext, data
-from locater.lab.data import EOS, PAD, SPECIALS, SPLITS, UNK, Corpus, load_corpus
+from locater.lab import data
+from locater.lab.data import EOS, PAD, SPECIALS, SPLITS, UNK, Corpus, _wikitext, load_corpus
 
 LINES = "the cat saw the dog\n\nthe dog saw <unk> and the bird\n = a title = \n"
 SMALL = {"train.txt": LINES, "valid.txt": "the bird saw a whale\n", "test.txt": "a dog\n"}

@@ -14,7 +14,7 @@ import pytest
 from locater import LocaterError
 from locater.figures import draw, draw_run
 from locater.lab.config import Config, ModelConfig, members_for
-from locater.lab.records import MetricsFile, Run, write_run
+from locater.lab.runs.records import MetricsFile, Run, write_run
 
 PAPER = (None, 0.0, 1e-3, 1e-2, 1e-1, 1.0)
 
@@ -238,7 +238,7 @@ def test_the_same_member_twice_is_refused(tmp_path):
 
 def test_strengths_beyond_the_papers_have_another_line(tmp_path):
     from locater.figures._lab import curves
-    from locater.lab.series import read_sweep
+    from locater.lab.claims.series import read_sweep
 
     folder = synthetic_run(tmp_path / "run", kappas=(*PAPER, 10.0, 1000.0), seeds=(0,), records=4)
     lines = curves(read_sweep(folder)).figure.axes[0].get_lines()[:8]  # rising, then no LocAteR, then the target

@@ -16,8 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from zoo import COMMON, FAMILIES, GROUPED, SMALL, VOCABULARY, build, inputs, recorded_logits
 
 from locater import LocaterError
-from locater._seam import Call
-from locater._seam._calls import _masked
+from locater.hooks import Call
+from locater.hooks._calls import _masked
 from locater.measure import attention, attention_statistics, rank_residual
 from locater.measure.observe import observe
 from own_attention import OwnAttention
@@ -238,7 +238,7 @@ def test_a_mask_is_read_alike_in_blocks_of_rows_and_at_once(side, window, causal
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min) if added else mask
         found = []
         for together in (1, 40, 10**9):
-            monkeypatch.setattr("locater._seam._calls._TOGETHER", together)
+            monkeypatch.setattr("locater.hooks._calls._TOGETHER", together)
             found.append(_masked(Call(q, q), mask, window=window))
         for one in found:
             assert (one.causal, one.window) == ((causal, window) if is_plain else (False, None))

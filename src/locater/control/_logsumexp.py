@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater._seam import Call, visible
+from locater.hooks import Call, visible
 from locater.measure import attention_statistics
 
 __all__ = ["logsumexp"]

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from locater._seam import Call, Heard, Listener, in_backward, listen, places, visible
 from locater.control._dense import is_sharded
 from locater.control._parameters import held_by, scale_projection_
 from locater.control.method import Installed, Method
 from locater.errors import LocaterError
+from locater.hooks import Call, Heard, Listener, in_backward, listen, places, visible
 from locater.measure import attention_statistics
 from locater.models import Attention, attentions
 

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from locater._seam import in_backward
 from locater.control._closed_form import projections
 from locater.control._dense import gathered
 from locater.control._parameters import add_group, owner_of, refuse_wrapped, rows_of, scale_
 from locater.control.method import Installed, Method
 from locater.errors import LocaterError
+from locater.hooks import in_backward
 from locater.models import Attention, attentions
 
 __all__ = ["SigmaReparam"]

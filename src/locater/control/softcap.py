@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from locater._seam import Place, Tap, implementation_of, interface_place, reads_attribute, tap
 from locater.control.method import Installed, Method
 from locater.errors import LocaterError
+from locater.hooks import Place, Tap, implementation_of, interface_place, reads_attribute, tap
 from locater.models.families import generic
 from locater.models.registry import family
 

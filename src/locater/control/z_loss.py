@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from locater._seam import Heard, Listener, listen, places
 from locater.control._logsumexp import logsumexp
 from locater.control._numbers import checked_strength
 from locater.control.method import Installed, Method
 from locater.errors import LocaterError
+from locater.hooks import Heard, Listener, listen, places
 
 __all__ = ["ZLoss"]
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from locater._measure_commands import Reading
     from locater.figures._paper import Drawing, Progress
+    from locater.measure.reading import Reading
 
 __all__ = ["FIGURES", "FROM_RUNS", "draw", "draw_arena", "draw_measure", "draw_run", "draw_scan"]
 
@@ -61,7 +61,7 @@ def draw(
 def draw_run(folder: str | Path, out: str | Path, name: str) -> list[Path]:
     """Draws any run or sweep as Figs. 6 and 7 draw the paper's: NAME-curves and NAME-rho, as PNG, SVG and JSON."""
     from locater.figures import _lab
-    from locater.lab.series import read_sweep
+    from locater.lab.claims.series import read_sweep
 
     sweep = read_sweep(folder)
     target = writable_folder(Path(out))

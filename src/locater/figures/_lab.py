@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from locater.errors import LocaterError
 from locater.figures._paper import BLACK, BLUE, Drawing, Progress
 from locater.io import nulled
-from locater.lab.series import FIGURE_OF, Array, Sweep, read_sweep, stripes
+from locater.lab.claims.series import FIGURE_OF, Array, Sweep, read_sweep, stripes
 
 __all__ = ["curves", "figure", "propagation", "sweep_for"]
 
@@ -81,7 +81,7 @@ def propagation(sweep: Sweep, kappa: float | None = None) -> Drawing:
     """ρ over training and positions, with LocAteR (the strongest unless given) above no LocAteR.
 
     Under each map stands ρ's spread over positions beside the one sampling makes of a smooth profile; `stripes` of
-    locater.lab.series says how, and what contrast is.
+    locater.lab.claims.series says how, and what contrast is.
     """
     strongest = max((each for each in sweep.kappas if each is not None), default=None) if kappa is None else kappa
     shown = [each for each in dict.fromkeys((strongest, None)) if each in sweep.kappas]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import pandas as pd
 
-    from locater._measure_commands import Reading
+    from locater.measure.reading import Reading
 
 __all__ = ["maps", "positions"]
 

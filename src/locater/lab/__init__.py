@@ -2,10 +2,10 @@
 
 from locater.lab.config import PRESETS, READINGS, Config, Member, ModelConfig, Preset, members_for, parsed, preset
 from locater.lab.data import Corpus, load_corpus
-from locater.lab.records import Run, read_metrics, read_run, read_runs
-from locater.lab.stack import Stack
-from locater.lab.sweep import sweep
-from locater.lab.train import Progress, train
+from locater.lab.engine.stack import Stack
+from locater.lab.runs.records import Run, read_metrics, read_run, read_runs
+from locater.lab.runs.sweep import sweep
+from locater.lab.runs.train import Progress, train
 
 __all__ = [
     "PRESETS",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from locater._seam import Call, visible
+from locater.hooks import Call, visible
 from locater.measure import attention
 
 __all__ = ["signal_propagation", "statistics", "visible_keys"]

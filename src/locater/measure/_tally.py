@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from locater._seam import Call
+from locater.hooks import Call
 from locater.measure import _calls
 from locater.measure.attention import AttentionStatistics
 

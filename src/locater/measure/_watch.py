@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from locater._seam import Call, Place
+from locater.hooks import Call, Place
 from locater.measure._moments import Moments
 from locater.measure._tally import HeadTally, TokenTally
 

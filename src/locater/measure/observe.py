@@ -4,7 +4,7 @@
         model(**batch)
     seen.table()
 
-The model's own attention function runs as ever; what it was given is measured beside it. `locater._seam` tells of each
+The model's own attention function runs as ever; what it was given is measured beside it. `locater.hooks` tells of each
 call, whatever computes it; the lab's stacks, which are no modules, tell by themselves.
 """
 
@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from locater._seam import (
+from locater.errors import LocaterError
+from locater.hooks import (
     HOW,
     Heard,
     Listener,
@@ -37,7 +38,6 @@ from locater._seam import (
     tap,
     untraced,
 )
-from locater.errors import LocaterError
 from locater.measure._moments import Covariances
 from locater.measure._watch import Keep, Watch
 

@@ -24,8 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from locater._seam import Call, Place
 from locater.errors import LocaterError
+from locater.hooks import Call, Place
 from locater.measure._moments import Moments
 from locater.measure.observe import Observation
 from locater.models import Attention, attentions

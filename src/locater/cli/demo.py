@@ -1,0 +1,161 @@
+"""The command `demo`, the main job, small: predict ρ, simulate it, train models with and without LocAteR."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+
+from locater.cli import _terminal as terminal
+from locater.cli import _training
+from locater.cli._terminal import JsonOption, OutOption, SeedOption
+from locater.errors import LocaterError
+from locater.io import writable_folder, write_file
+
+if TYPE_CHECKING:
+    from locater.lab import Config
+
+__all__ = ["demo_command"]
+
+
+_SPECTRA = ((0.05, 0.02), (0.2, 0.05), (0.4, 0.1), (-0.2, 0.05), (0.0, 0.3), (0.1, 2.0))
+"""Means and standard deviations of the eigenvalues of W_QK, a row of the demo each."""
+
+
+def demo_command(
+    out: OutOption = Path("locater-demo"),
+    seed: SeedOption = 0,
+    steps: Annotated[int | None, typer.Option(help="Updates of the trained models; the preset's if not given.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Predict ρ and simulate it; then train small language models with and without LocAteR."""
+    from locater.figures import draw, draw_run
+
+    config = _config(steps)
+    folder = writable_folder(out)
+    with terminal.progress("simulating") as progress:
+        written = draw(5, folder, lambda share: progress(0.3 * share))
+        results: list[dict[str, Any]] = []
+        for done, (mean, std) in enumerate(_SPECTRA, start=1):
+            results.append(_compare(mean, std, seed=seed))
+            progress(0.3 + 0.7 * done / len(_SPECTRA))
+    if json_file != "-":
+        _print_predictions(results)
+        print("Training three models as one program, on State of the Union addresses …", flush=True)
+    with _training.watching() as watch:
+        runs = _train_models(folder, config, seed=seed, watch=watch)
+    rows = _training.summary(runs)
+    written += draw_run(runs, folder, "laptop")
+    page, without = None, ""
+    try:
+        page = _write_report(folder, results, runs)
+    except LocaterError as error:  # plotly is an extra; all else is done
+        without = f"no report: {error}"
+    if json_file is not None:
+        files = [str(path) for path in written]
+        answer = {"spectra": results, "members": rows, "runs": str(runs), "files": files}
+        terminal.write_json(json_file, {**answer, "report": None if page is None else str(page)})
+    if json_file == "-":
+        return
+    console = terminal.out()
+    names = {"none": "no LocAteR"} | {f"k{kappa:g}": f"LocAteR, κ₂ = {kappa:g}" for kappa in _KAPPAS if kappa}
+    shown = ("perplexity", "scale", "trace", "entropy", "max logit")
+    table = [{"model": names[row["member"].split("-")[0]]} | {key: row[key] for key in shown} for row in rows]
+    console.print(terminal.table(table, "", box=SIMPLE_HEAD))
+    console.print("perplexity: on addresses that were not trained on; scale: tr(W_QKᵀW_QK);")
+    console.print("trace: tr W_QK; entropy of attention in nats.")
+    for path in written:
+        if path.suffix == ".png":
+            console.print(str(path), highlight=False)
+    console.print(without if page is None else f"All of it as a page, for a browser: {page}", highlight=False)
+
+
+def _print_predictions(results: list[dict[str, Any]]) -> None:
+    console = terminal.out()
+    gaps = {"exact": "exact", "large T": "asymptotic", "printed": "printed"}
+    rows = [
+        {
+            "mean": result["mean"],
+            "std": result["std"],
+            "shape": result["regime"],
+            "predicted": _sparkline(result["rho"]["exact"]),
+            "simulated": _sparkline(result["rho"]["simulated"]),
+        }
+        | {name: f"{result['largest_gap'][key]:.3f}" for name, key in gaps.items()}
+        for result in results
+    ]
+    console.print("ρ, the chance that a token is on the slope of the paper's piecewise linear")
+    console.print("softmax, from token 1 to the query, token 40: predicted from the mean and std of")
+    console.print("the eigenvalues of W_QK (d = 128), and counted in 4,000 walks. Softmax itself")
+    console.print("can look elsewhere: locater study softmax.")
+    console.print(terminal.table(rows, "", box=SIMPLE_HEAD))
+    console.print("exact, large T, printed: largest distance of each formula from the simulated ρ;")
+    console.print(f"sampling explains up to {results[0]['four_standard_errors']:.3f} (4 standard errors).\n")
+
+
+def _sparkline(values: list[float], width: int = 10) -> str:
+    """Averages of `width` stretches as bars of eight heights."""
+    edges = [round(k * len(values) / width) for k in range(width + 1)]
+    means = (sum(values[a:b]) / (b - a) for a, b in pairwise(edges))
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * value))] for value in means)
+
+
+def _compare(
+    mean: float, std: float, *, dim: int = 128, tokens: int = 40, walks: int = 4000, seed: int = 0
+) -> dict[str, Any]:
+    """ρ of one spectrum by every method, beside the share counted in simulated walks."""
+    import numpy as np
+
+    from locater.theory import TokenProcess, normal_spectrum, regime, rho
+    from locater.theory.law import spectrum_of
+    from locater.theory.simulate import rho_by_walks
+
+    spectrum, walk, temperature = normal_spectrum(mean, std, dim), TokenProcess.random_walk(tokens), np.sqrt(dim)
+    predicted = {
+        method: rho(spectrum, walk, temperature, method)
+        for method in ("exact", "gaussian", "asymptotic", "printed")
+    }  # fmt: skip
+    simulated = rho_by_walks(spectrum_of(spectrum), walk, temperature, samples=walks, seed=seed)
+    return {
+        "mean": mean,
+        "std": std,
+        "regime": regime(predicted["exact"]),
+        "rho": {name: values.tolist() for name, values in predicted.items()} | {"simulated": simulated.tolist()},
+        "largest_gap": {name: float(np.abs(values - simulated).max()) for name, values in predicted.items()},
+        "four_standard_errors": float(4 * np.sqrt(0.25 / walks)),
+    }
+
+
+_KAPPAS = (None, 1.0, 100.0)
+"""LocAteR's κ₂ of the trained models; None is without it."""
+
+
+def _config(steps: int | None = None) -> Config:
+    """The laptop preset's, with so many updates."""
+    from locater.lab import preset
+
+    chosen = preset("laptop").config
+    return chosen if steps is None else chosen.changed(steps=steps)
+
+
+def _train_models(out: Path, config: Config, *, seed: int = 0, watch: Callable[[str, Any], None] | None = None) -> Path:
+    """Trains the laptop preset's models, stacked; gives the folder of the sweep."""
+    from locater.lab import members_for, preset, sweep
+
+    members = members_for(config, _KAPPAS, seeds=[seed], learning_rate=preset("laptop").learning_rate)
+    folder = out / f"laptop-seed-{seed}"
+    sweep(config, members, folder, watch=watch, about={"preset": "laptop"})
+    return folder
+
+
+def _write_report(out: Path, results: Sequence[dict[str, Any]], runs: Path) -> Path:
+    """A page of the predictions and of the trained models."""
+    from locater.pages.report import report
+
+    predictions = write_file(out / "predictions.json", (json.dumps({"spectra": list(results)}) + "\n").encode())
+    return report([predictions, runs]).write(out / "report.html")

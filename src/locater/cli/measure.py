@@ -1,0 +1,137 @@
+"""The command `measure`: a model reads a text, and what its attention does is shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+
+from locater.cli import _terminal as terminal
+from locater.cli._terminal import JsonOption, RevisionOption
+from locater.errors import LocaterError
+from locater.io import read_file
+from locater.measure.reading import Reading, alarms_since, read
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from locater.measure import Alarm
+
+__all__ = ["measure_command"]
+
+
+def measure_command(
+    model: Annotated[str, typer.Argument(help="A hub id (org/model@revision), a folder, or a .gguf file.")],
+    text: Annotated[Path, typer.Option("--text", metavar="FILE", help="What the model is to read, in UTF-8.")],
+    revision: RevisionOption = None,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 8,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU if there is one.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many heads to show.")] = 10,
+    predicting: Annotated[
+        bool, typer.Option("--predict", help="Predict ρ from half of the sequences beside what the others measure.")
+    ] = False,
+    since: Annotated[
+        Path | None,
+        typer.Option("--since", metavar="JSON", help="An earlier measurement of this text: what has collapsed since?"),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="DIR", help="Draw maps and positions.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Entropy, largest logit and ρ of every head of a model while it reads a text."""
+    words = _text(text)
+    _check_targets(plot, json_file)
+    with terminal.progress("reading") as progress:
+        options: dict[str, Any] = {"revision": revision, "length": length, "batch": batch, "device": device}
+        seen = read(model, words, progress=progress, source=str(text), predicting=predicting, **options)
+    content = {"model": model, "length": length, **seen.to_json()}
+    alarms = None if since is None else alarms_since(since, content)
+    if alarms is not None:
+        content["alarms"] = [asdict(alarm) for alarm in alarms]
+    written: list[Path] = []
+    if plot is not None:
+        from locater.figures import draw_measure
+
+        written = draw_measure(seen, "/".join(Path(model).parts[-2:]), plot)
+    if json_file is not None:
+        terminal.write_json(json_file, content)
+    if json_file != "-":
+        _print(model, seen, top)
+        if alarms is not None:
+            _print_alarms(alarms, since)
+        for path in written:
+            print(path)
+
+
+# ---------------------------------------------------------------------- text and targets
+
+
+def _text(path: Path) -> str:
+    content = read_file(path)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise LocaterError(f"{path} is not text in UTF-8: byte {error.start} is {content[error.start]:#04x}") from error
+    if "\0" in text:
+        raise LocaterError(f"{path} is not text: it holds a zero byte")
+    if not text.strip():
+        raise LocaterError(f"{path} holds no text")
+    return text
+
+
+def _check_targets(plot: Path | None, json_file: str | None) -> None:
+    """Says before the work what would be in the way after it; makes nothing."""
+    if json_file not in (None, "-"):
+        target = Path(str(json_file))
+        if not target.parent.is_dir():
+            raise LocaterError(f"cannot write {target}: there is no folder {target.parent}")
+        if target.is_dir():
+            raise LocaterError(f"cannot write {target}: it is a folder")
+        if not os.access(target if target.exists() else target.parent, os.W_OK):
+            raise LocaterError(f"cannot write {target}: permission denied")
+    if plot is not None:
+        there = next(folder for folder in (plot, *plot.absolute().parents) if folder.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise LocaterError(f"cannot write into the folder {plot}: choose another one")
+
+
+# ---------------------------------------------------------------------- for people
+
+
+def _print(model: str, seen: Reading, top: int) -> None:
+    console = terminal.out()
+    part = f" (its {seen.part})" if seen.part else ""
+    console.print(
+        f"{model}{part}: {len(seen.heads)} heads in {len(seen.layers)} attention modules, "
+        f"{seen.sequences} sequences of {seen.length} tokens",
+        highlight=False,
+    )
+    columns = ["layer", "kind", "head", "entropy", "entropy_share", "max_logit", "logsumexp"]
+    for title, table in (
+        ("lowest entropy share", seen.heads.nsmallest(top, "entropy_share")),
+        ("largest logit", seen.heads.nlargest(top, "max_logit")),
+    ):
+        console.print(terminal.table(_shown(table, columns), title, box=SIMPLE_HEAD))
+    columns = ["layer", "kind", "entropy", "entropy_share", "max_logit"]
+    columns += ["rank_residual", "effective_rank", "mean_cosine"]
+    console.print(
+        terminal.table(_shown(seen.layers, columns), "layers: heads averaged, largest logit", box=SIMPLE_HEAD)
+    )
+    console.print("entropy in nats, averaged over queries; its share is of ln(keys that the query sees).")
+
+
+def _print_alarms(alarms: Sequence[Alarm], since: Path | None) -> None:
+    console = terminal.out()
+    for alarm in alarms:
+        console.print(f"[bold]{alarm.kind}[/bold] in {alarm.module}: {alarm.reason}", highlight=False)
+    console.print(f"{len(alarms)} alarms; step 0 is {since}, step 1 is now." if alarms else f"No alarm since {since}.")
+
+
+def _shown(table: pd.DataFrame, columns: Sequence[str]) -> list[dict[str, Any]]:
+    kept = [name for name in columns if name != "kind" or table["kind"].nunique() > 1]
+    return [{name.replace("_", " "): row[name] for name in kept} for row in table.to_dict("records")]

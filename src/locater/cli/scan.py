@@ -1,0 +1,97 @@
+"""The command `scan`: the query-key spectrum of every head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+
+from locater.cli import _terminal as terminal
+from locater.cli._terminal import JsonOption, RevisionOption
+from locater.errors import LocaterError
+from locater.io import nulled, writable_folder, write_file
+
+__all__ = ["scan_command"]
+
+
+def scan_command(
+    model: Annotated[
+        str, typer.Argument(help="A folder, a .safetensors, .gguf, .bin or .pt file, or a hub id (org/model@revision).")
+    ],
+    revision: RevisionOption = None,
+    offset: Annotated[float, typer.Option(help="Under RoPE: key position minus query position.")] = 0.0,
+    average_offsets: Annotated[
+        int | None, typer.Option(help="Under RoPE: average W_QK over that many offsets from 0 down.")
+    ] = None,
+    fold_norm: Annotated[bool, typer.Option("--fold-norm", help="Fold in the norm before attention.")] = False,
+    tokens: Annotated[int, typer.Option(help="Length of the walk behind the regime (the shape of ρ).")] = 64,
+    top: Annotated[int, typer.Option(min=1, help="How many heads to show.")] = 20,
+    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the whole table.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="DIR", help="Draw maps and eigenvalues.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """The query-key spectrum of every head of a model, the largest logits first."""
+    from locater.models import scan, spectra
+    from locater.models.checkpoint import open_checkpoint
+
+    if plot is not None:
+        writable_folder(plot)
+    for target in (csv, None if json_file in (None, "-") else Path(str(json_file))):
+        if target is not None and not target.parent.is_dir():
+            raise LocaterError(f"cannot write {target}: there is no folder {target.parent}")
+    checkpoint = open_checkpoint(model, revision=revision)
+    options: dict[str, Any] = {"offset": offset, "average_offsets": average_offsets, "fold_norm": fold_norm}
+    with terminal.progress("scanning"):
+        table = scan(checkpoint, tokens=tokens, **options)
+        eigenvalues: dict[str, Any] = {}  # by module (heads, d_head), complex
+        if plot is not None or json_file is not None:
+            eigenvalues = {
+                each.attention.module: each.eigenvalues().cpu().numpy() for each in spectra(checkpoint, **options)
+            }
+        written = [] if plot is None else _plot_scan(table, eigenvalues, model, plot)
+    if csv is not None:
+        write_file(csv, table.to_csv(index=False).encode())
+    if json_file is not None:
+        rows = nulled(table.to_dict("records"))
+        pairs = {module: _pairs(values) for module, values in eigenvalues.items()}
+        terminal.write_json(
+            json_file, {"model": model, **options, "tokens": tokens, "heads": rows, "eigenvalues": pairs}
+        )
+    if json_file == "-":
+        return
+    counts = table["regime"].value_counts()
+    console = terminal.out()
+    console.print(
+        f"{model}: {len(table)} heads in {table['module'].nunique()} attention modules; shape of ρ: "
+        + ", ".join(f"{count} {name}" for name, count in counts.items()),
+        highlight=False,
+    )
+    shown = table.assign(_size=table["spectral_norm"] * table["logit_scale"].abs()).nlargest(top, "_size")
+    columns = ("layer", "kind", "head", "trace", "scale", "xi", "spectral_norm", "effective_rank", "symmetric_share")
+    records = [
+        {name: row[name] for name in (*columns, "r", "regime")} for row in shown.to_dict("records")
+    ]  # fmt: skip
+    if table["kind"].nunique() == 1:
+        records = [{name: cell for name, cell in row.items() if name != "kind"} for row in records]
+    console.print(terminal.table(records, "", box=SIMPLE_HEAD))
+    for path in written:
+        print(path)
+
+
+def _pairs(eigenvalues: Any) -> list[list[list[float]]]:
+    """Heads × eigenvalues × real and imaginary part, in six digits, which a picture or a quantile do not exhaust."""
+    return [[[float(f"{w.real:.6g}"), float(f"{w.imag:.6g}")] for w in head] for head in eigenvalues.tolist()]
+
+
+def _plot_scan(table: Any, eigenvalues: dict[str, Any], model: str, folder: Path) -> list[Path]:
+    """Maps of all heads, eigenvalues of at most twelve modules spread over the model."""
+    from locater.figures import draw_scan
+
+    first = table.drop_duplicates("module").to_dict("records")
+    chosen = {round(k * (len(first) - 1) / min(11, max(1, len(first) - 1))) for k in range(min(12, len(first)))}
+    shown = [
+        (f"{row['kind']} {row['layer']}", eigenvalues[row["module"]]) for i, row in enumerate(first) if i in chosen
+    ]
+    return draw_scan(table, shown, "/".join(Path(model).parts[-2:]), folder)

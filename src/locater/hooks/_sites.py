@@ -1,0 +1,245 @@
+"""Finding the attention modules of a model, and the way each can be listened to."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from locater.errors import LocaterError
+from locater.hooks._compiling import HOW, compiled_parts, plain_name
+from locater.models import attentions
+from locater.models.families import generic
+from locater.models.registry import family
+
+__all__ = ["Place", "Stacked", "Tell", "implementation_of", "interface_place", "places", "reads_attribute"]
+
+TABLE = "ALL_ATTENTION_FUNCTIONS"
+HEARD = {"softmax", "Softmax", "scaled_dot_product_attention"}
+CROSS = re.compile(r"cross|encoder_attn|EncDec|multihead_attn", re.IGNORECASE)
+
+
+Tell = Callable[[int, Tensor, Tensor, Tensor, float], None]
+"""Told of a layer: its number, what enters its attention (E, B, T, D), queries and keys (E, B, H, T, ·), scale."""
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+@runtime_checkable
+class Stacked(Protocol):
+    """Models of one shape that run as one program and tell of their causal attention themselves, as the lab's do."""
+
+    @property
+    def members(self) -> Sequence[Named]: ...
+
+    @property
+    def attention_modules(self) -> Sequence[str]:
+        """A name a layer."""
+
+    def watch(self, begin: Callable[[Tensor], Tell | None]) -> Callable[[], None]:
+        """Asks `begin`, as each forward begins, who is to be told of it; gives what ends that.
+
+        `begin` is given where the tokens (E, B, T) are no padding. An update that cannot tell, a recorded one, must
+        run in a way that can.
+        """
+
+
+@dataclass(frozen=True)
+class Place:
+    """An attention module of the model, and how it can be listened to."""
+
+    name: str
+    module: Any  # an nn.Module; of a stack, the stack
+    layer: int
+    kind: str
+    # through Hugging Face's table, torch's functions, nn's own module; or it tells by itself
+    way: Literal["interface", "torch", "multihead", "told"]
+    encoder_layer: nn.TransformerEncoderLayer | None = None  # around a "multihead", which it may bypass
+    members: tuple[str, ...] = ()  # of a stack of several
+
+    @property
+    def cross(self) -> bool:
+        return self.kind == "cross"
+
+    def functions(self) -> Iterator[tuple[str, Any, str, Callable[..., Any]]]:
+        """Those that compute its attention and can be replaced: implementation, owner, name in it, function."""
+        if self.way == "multihead":
+            kind = next(base for base in type(self.module).__mro__ if "forward" in vars(base))
+            yield "multihead", kind, "forward", vars(kind)["forward"]
+        if self.way != "interface":
+            return
+        function = _forward(self.module)
+        assert function is not None
+        scope = function.__globals__
+        for name in function.__code__.co_names:
+            if name.endswith("eager_attention_forward") and name in scope:
+                yield "eager", scope, name, scope[name]
+        table = scope[TABLE]
+        for name in list(table):
+            if not name.startswith("paged|"):
+                # what is put into an instance shadows the table all instances share
+                yield name, table._local_mapping, name, table[name]
+
+
+def places(model: nn.Module | Stacked, layers: Sequence[int] | None = None) -> list[Place]:
+    """The attention modules of these layers (all), in the model's order; LocaterError if one cannot be observed."""
+    if isinstance(model, Stacked):
+        names = tuple(member.name for member in model.members)
+        stacked = [
+            Place(name, model, layer, "self", "told", members=names if len(names) > 1 else ())
+            for layer, name in enumerate(model.attention_modules)
+        ]
+        return _of_layers(stacked, layers)
+    if not isinstance(model, nn.Module):
+        raise LocaterError(f"expected a torch module to observe, got {type(model).__name__}")
+    ways: dict[str, tuple[nn.Module, Literal["interface", "torch", "multihead"]]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            ways[name] = module, "multihead"
+        elif _uses_interface(module):
+            by_hand = getattr(module, "reorder_and_upcast_attn", False) and implementation_of(module) == "eager"
+            ways[name] = module, "torch" if by_hand else "interface"
+        elif _looks_like_attention(module):
+            ways[name] = module, "torch"
+    # of modules within each other, the innermost computes
+    inner = {name: way for name, way in ways.items() if not any(other.startswith(f"{name}.") for other in ways if name)}
+    inner = {name: way for name, way in inner.items() if name or len(inner) == 1}
+    if not inner:
+        raise LocaterError(_nothing_found(model))
+    around = {id(layer.self_attn): layer for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer)}
+    known, compiled = _known(model), compiled_parts(model)
+    found = []
+    for name, (module, way) in inner.items():
+        layer, kind = known.get(name) or (_layer(name), _kind(name))
+        found.append(Place(plain_name(name), module, layer, kind, way, around.get(id(module))))
+    chosen = _of_layers(found, layers)
+    for place in chosen:
+        _check(place, is_compiled=id(place.module) in compiled)
+    return chosen
+
+
+def _of_layers(found: list[Place], layers: Sequence[int] | None) -> list[Place]:
+    if layers is None:
+        return found
+    there = {place.layer for place in found}
+    if not layers or not set(layers) <= there:
+        raise LocaterError(f"layers must be some of {sorted(there)}, got {list(layers)}")
+    return [place for place in found if place.layer in layers]
+
+
+def _known(model: nn.Module) -> dict[str, tuple[int, str]]:
+    """Layer and kind of the modules that `locater.models` knows; it may not know the model at all."""
+    try:
+        return {attention.module: (attention.layer, attention.kind) for attention in attentions(model)}
+    except LocaterError:
+        return {}
+
+
+def _layer(name: str) -> int:
+    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
+    return int(numbers[-1]) if numbers else 0
+
+
+def _kind(name: str) -> str:
+    return "cross" if CROSS.search(name.split(".")[-1]) or "crossattention" in name else "self"
+
+
+def _forward(module: nn.Module) -> FunctionType | None:
+    function = inspect.unwrap(type(module).forward)
+    return function if isinstance(function, FunctionType) else None
+
+
+def _uses_interface(module: nn.Module) -> bool:
+    function = _forward(module)
+    return function is not None and TABLE in function.__code__.co_names and TABLE in function.__globals__
+
+
+def interface_place(name: str, module: nn.Module) -> Place | None:
+    """The place of a module that looks its function up in the table, whether or not it can be listened to."""
+    return Place(name, module, 0, "self", "interface") if _uses_interface(module) else None
+
+
+def reads_attribute(module: nn.Module, attribute: str) -> bool:
+    """Whether the module's forward reads one of its attributes."""
+    function = _forward(module)
+    return function is not None and attribute in function.__code__.co_names
+
+
+def _looks_like_attention(module: nn.Module) -> bool:
+    if family(module=module) is not None or generic.looks_like_attention(module):
+        return True
+    return bool("Attention" in type(module).__name__ and _called(module) & HEARD) or _calls_sdpa(module)
+
+
+def _calls_sdpa(module: nn.Module) -> bool:
+    function = _forward(module)
+    return function is not None and "scaled_dot_product_attention" in function.__code__.co_names
+
+
+def _called(module: nn.Module) -> set[str]:
+    """Every name in the code of the module's class and its bases."""
+    names: set[str] = set()
+    for base in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
+        for one in vars(base).values():
+            if isinstance(one, FunctionType):
+                names.update(inspect.unwrap(one).__code__.co_names)
+    return names
+
+
+def implementation_of(module: nn.Module) -> str:
+    """The name of the attention function that a Hugging Face module is to use."""
+    return str(getattr(getattr(module, "config", None), "_attn_implementation", None) or "eager")
+
+
+def _check(place: Place, *, is_compiled: bool) -> None:
+    why_not = {"interface": _why_not_interface, "torch": _why_not_torch, "multihead": _why_not_multihead}[place.way]
+    reason, kind = why_not(place.module), type(place.module).__name__
+    if reason is None and is_compiled and place.way != "interface":
+        reason = f"torch.compile has compiled it, and such code does not tell of its attention; {HOW}"
+    if reason is not None:
+        raise LocaterError(f"{place.name or kind} ({kind}) cannot be observed: {reason}")
+
+
+def _why_not_interface(module: nn.Module) -> str | None:
+    if isinstance(getattr(module, "sinks", None), nn.Parameter):
+        return "it has attention sinks, logits that belong to no key; layers without them can be, chosen with layers=…"
+    used = implementation_of(module)
+    if used in ("eager", "flex_attention") or "sdpa" in used or ("flash" in used and not used.startswith("paged|")):
+        return None
+    return f'how {used!r} reads its mask is not known; model.set_attn_implementation("sdpa"), or "eager", would do'
+
+
+def _why_not_multihead(module: nn.Module) -> str | None:
+    assert isinstance(module, nn.MultiheadAttention)
+    if module.bias_k is not None or module.add_zero_attn:
+        return "add_bias_kv and add_zero_attn add keys that no token has; build it without them"
+    return None
+
+
+def _why_not_torch(module: nn.Module) -> str | None:
+    function = _forward(module)
+    if function is not None and "_flash_attention_forward" in function.__code__.co_names:
+        return 'it calls flash attention out of sight; model.set_attn_implementation("sdpa"), or "eager", would do'
+    if _called(module) & HEARD or any(isinstance(part, nn.Softmax) for part in module.modules()):
+        return None
+    return (
+        "its code calls neither softmax nor scaled_dot_product_attention, which is where locater would look; "
+        "with one of those inside the module it works"
+    )
+
+
+def _nothing_found(model: nn.Module) -> str:
+    looked_at = sorted({type(module).__name__ for module in model.modules()})
+    return (
+        f"no attention to observe in {type(model).__name__}; locater looked at {', '.join(looked_at[:20])}"
+        f"{' …' if len(looked_at) > 20 else ''}: it finds modules that use transformers' attention interface, call "
+        "scaled_dot_product_attention, are nn.MultiheadAttention, or are registered with locater.models.register"
+    )

@@ -1,0 +1,1 @@
+"""E copies of the paper's model as one program."""

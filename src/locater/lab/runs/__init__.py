@@ -1,0 +1,1 @@
+"""Runs on disk: trained, recorded, interrupted and gone on with."""

@@ -1,0 +1,131 @@
+"""Many members: stacked in groups, the groups one after the other here, or spread over a Ray cluster.
+
+A sweep's folder holds `sweep.json`, the plan, and a run's folder for each group. Starting it again goes on with what is
+not finished.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from locater.errors import LocaterError, reason
+from locater.io import json_bytes, read_json, remove_unfinished, writable_folder, write_file
+from locater.lab.config import Config, Member
+from locater.lab.data import Corpus, load_corpus
+from locater.lab.engine.stack import check_sizes
+from locater.lab.runs.lock import alone
+from locater.lab.runs.train import MAY_CHANGE, Progress, train
+
+__all__ = ["Group", "Plan", "run_plan", "sweep"]
+
+_FILE = "sweep.json"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Members that train stacked, in a folder of their own."""
+
+    name: str
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a sweep will do, and where."""
+
+    folder: Path
+    config: Config
+    groups: tuple[Group, ...]
+    about: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, folder: str | Path, config: Config, members: Sequence[Member], group_size: int, about: dict[str, Any]
+    ) -> Plan:
+        if group_size < 1:
+            raise LocaterError(f"a group needs at least one member, got {group_size}")
+        parts = [tuple(members[start : start + group_size]) for start in range(0, len(members), group_size)]
+        groups = tuple(Group(f"group-{i:02d}", part) for i, part in enumerate(parts))
+        return cls(Path(folder).absolute(), config, groups, about)
+
+    def check(self) -> None:
+        """That the folder is free for this plan, or holds the same (more steps are welcome); changes nothing."""
+        if (self.folder / "run.json").exists():
+            raise LocaterError(f"{self.folder} holds a single run; choose another folder for a sweep")
+        path = self.folder / _FILE
+        if not path.exists():
+            return
+        earlier = read_json(path)
+        free = dict.fromkeys(MAY_CHANGE)
+        try:
+            then = Config.from_json(earlier["config"]).to_json()  # an older file lacks what is newer
+            members = [[Member(**member).to_json() for member in group["members"]] for group in earlier["groups"]]
+            names = [group["name"] for group in earlier["groups"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise LocaterError(f"cannot read {path}: {reason(error)}") from error
+        now = self.config.to_json()
+        planned = [[member.to_json() for member in group.members] for group in self.groups]
+        if (names, members, then | free) != ([group.name for group in self.groups], planned, now | free):
+            raise LocaterError(f"{self.folder} holds another sweep; choose another folder, or remove it to start anew")
+
+    def write(self) -> None:
+        """Puts the plan into the folder, if it is free for it."""
+        self.check()
+        groups = [{"name": group.name, "members": [m.to_json() for m in group.members]} for group in self.groups]
+        value = {"format": 1, "config": self.config.to_json(), "groups": groups, **self.about}
+        with alone(writable_folder(self.folder), uuid.uuid4().hex):
+            remove_unfinished(self.folder)
+            write_file(self.folder / _FILE, json_bytes(value, indent=1) + b"\n")
+
+
+def sweep(
+    config: Config,
+    members: Sequence[Member],
+    folder: str | Path,
+    *,
+    group_size: int = 24,
+    engine: str = "local",
+    address: str | None = None,
+    device: str | None = None,
+    watch: Callable[[str, Progress], None] | None = None,
+    about: dict[str, Any] | None = None,
+) -> Plan:
+    """Trains all members, `group_size` of them stacked at a time. Engines: local, ray."""
+    if engine not in ("local", "ray"):
+        raise LocaterError(f"engine must be local or ray, got {engine!r}")
+    if address is not None and engine != "ray":
+        raise LocaterError("an address is for the engine ray: add --engine ray")
+    plan = Plan.of(folder, config, members, group_size, about or {})
+    tell = watch or (lambda _group, _progress: None)
+    if engine == "ray":
+        from locater.lab.runs.ray import run_on_cluster
+
+        plan.write()
+        run_on_cluster(plan, address=address, device=device, watch=tell)
+        return plan
+    corpus = load_corpus(config.data, unit=config.unit, vocabulary=config.vocabulary)
+    check_sizes(config, corpus)  # before anything is written
+    run_plan(plan, corpus, device=device, watch=tell)
+    return plan
+
+
+def run_plan(
+    plan: Plan, corpus: Corpus, *, device: str | None = None, watch: Callable[[str, Progress], None] | None = None
+) -> None:
+    """Trains the groups of a plan here, one after the other."""
+    tell = watch or (lambda _group, _progress: None)
+    plan.write()
+    for group in plan.groups:
+        train(
+            plan.config,
+            group.members,
+            plan.folder / group.name,
+            corpus=corpus,
+            device=device,
+            watch=lambda progress, name=group.name: tell(name, progress),  # type: ignore[misc]
+            about=plan.about,
+        )

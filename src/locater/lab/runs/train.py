@@ -1,0 +1,348 @@
+"""One run: train its members, record what is measured, and be ready to be killed at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from locater import __version__
+from locater.errors import LocaterError, require
+from locater.io import remove_unfinished, writable_folder
+from locater.lab.config import Config, Member, fingerprint
+from locater.lab.data import Corpus, load_corpus
+from locater.lab.engine.methods import METHODS
+from locater.lab.engine.stack import Stack, check_sizes
+from locater.lab.runs import checkpoint
+from locater.lab.runs.lock import alone
+from locater.lab.runs.records import MetricsFile, Run, read_records, read_run, write_run
+from locater.models.pretrained import device_of
+
+__all__ = ["MAY_CHANGE", "Progress", "Terminated", "train"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, for whoever watches."""
+
+    step: int
+    steps: int
+    tokens_per_second: float  # of all members together
+    seconds_left: float
+    losses: dict[str, float]  # by member, of the last batch
+    perplexities: dict[str, float | None]  # by member, of the last record
+    broke_at: dict[str, int]  # members that stopped, and at which step
+    note: str = ""
+    done: bool = False
+
+
+Watch = Callable[[Progress], None]
+
+
+def train(
+    config: Config,
+    members: Sequence[Member],
+    folder: str | Path,
+    *,
+    corpus: Corpus | None = None,
+    device: str | None = None,
+    tensorboard: bool = False,
+    watch: Watch | None = None,
+    about: dict[str, Any] | None = None,
+    owner: str | None = None,
+) -> Run:
+    """Trains the members together into `folder`; if that holds this run's checkpoints, goes on from the last one.
+
+    Ctrl-C, or SIGTERM as schedulers send it, ends after the current step with a checkpoint written, and is raised then
+    as KeyboardInterrupt or `Terminated`, a SystemExit. A folder in use is waited for a while, longer if an earlier
+    process of the same `owner` has it.
+    """
+    members = tuple(members)
+    names = [member.name for member in members]
+    if not members or len(set(names)) < len(names):
+        raise LocaterError(f"a run needs members whose names differ, got {', '.join(names) or 'none'}")
+    place = device_of(device)
+    corpus = corpus or load_corpus(config.data, unit=config.unit, vocabulary=config.vocabulary)
+    folder = Path(folder)
+    probed = min(config.probe_blocks, len(corpus.splits["valid"]) // config.model.tokens)
+    run = Run(folder, config, members, _about(corpus, place) | {"probed": probed} | (about or {}))
+    if (folder / "sweep.json").exists():
+        raise LocaterError(f"{folder} holds a sweep; choose another folder for a run of its own")
+    earlier = read_run(folder) if (folder / "run.json").exists() else None
+    if earlier is not None:
+        _check_same(earlier, run)
+        run = replace(run, about=earlier.about)
+    check_sizes(config, corpus)
+    writable_folder(folder)
+    with _determinism(config.deterministic), alone(folder, owner or uuid.uuid4().hex):
+        remove_unfinished(folder)
+        loaded = checkpoint.load_newest(folder / "checkpoints", _fingerprint(run))
+        if loaded is None and _finished_without(run, earlier):
+            return run
+        if loaded is not None and loaded.step > config.steps:
+            raise LocaterError(f"the run in {folder} is at step {loaded.step:,} already, beyond {config.steps:,}")
+        stack = Stack(config, members, corpus, place)
+        if loaded is not None:
+            stack.load_state(loaded.state)
+        kept = -1 if loaded is None else loaded.step  # records up to this step
+        metrics = MetricsFile(folder, kept, None if loaded is None else loaded.records)
+        write_run(run)
+        began = time.perf_counter()
+        with _Interrupts() as interrupts, _outputs(metrics, kept, tensorboard) as record:
+            try:
+                _Session(stack, run, metrics, record, interrupts, watch).run_to_the_end(_note(loaded))
+            finally:
+                before = run.about.get("seconds")
+                spent = time.perf_counter() - began + (before if isinstance(before, int | float) else 0.0)
+                run.about["seconds"] = round(spent, 1)
+                write_run(run)
+    return run
+
+
+class _Session:
+    """From the step the stack is at to the last one."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        run: Run,
+        metrics: MetricsFile,
+        record: Callable[[list[dict[str, Any]]], None],
+        interrupts: _Interrupts,
+        watch: Watch | None,
+    ) -> None:
+        self.stack, self.run, self.metrics, self.record, self.interrupts = stack, run, metrics, record, interrupts
+        self.watch = watch or (lambda _: None)
+        self.perplexities: dict[str, float | None] = {}
+        steps = zip(stack.members, stack.broke_at.tolist(), strict=True)
+        self.broke_at = {member.name: step for member, step in steps if step >= 0}
+        self._fingerprint = _fingerprint(run)
+
+    def run_to_the_end(self, note: str) -> None:
+        config, stack = self.run.config, self.stack
+        began, first, told, saved = time.perf_counter(), stack.step, time.perf_counter(), stack.step
+        if stack.step == 0:
+            self._measure()
+        self._tell(began, first, note)
+        while stack.step < config.steps and len(self.broke_at) < len(stack):
+            stack.advance()
+            if config.records_at(stack.step):
+                self._measure()
+            if config.checkpoints_at(stack.step):
+                self._save()
+                saved = stack.step
+            if self.interrupts.wanted:
+                if config.checkpoint_every and saved < stack.step:
+                    self._save()
+                raise self.interrupts.wanted
+            if (now := time.perf_counter()) - told > 0.5:
+                told = now
+                self._tell(began, first)
+        if config.checkpoint_every and saved < stack.step:  # all members broke; the last record says so
+            self._save()
+        self._tell(began, first, done=True)
+
+    def _save(self) -> None:
+        folder, state = self.run.folder / "checkpoints", self.stack.state()
+        checkpoint.save(folder, self.stack.step, state, self._fingerprint, self.metrics.checksums)
+
+    def _measure(self) -> None:
+        records = self.stack.measure()
+        self.record(records)
+        self.perplexities = {row["member"]: row["perplexity"] for row in records}
+        self.broke_at = {row["member"]: row["broke_at"] for row in records if "broke_at" in row}
+
+    def _tell(self, began: float, first: int, note: str = "", *, done: bool = False) -> None:
+        stack, config = self.stack, self.run.config
+        made, seconds = stack.step - first, time.perf_counter() - began
+        rate = made / seconds if made else 0.0
+        losses = dict(zip((m.name for m in stack.members), stack.losses.tolist(), strict=True)) if made else {}
+        self.watch(
+            Progress(
+                stack.step,
+                config.steps,
+                rate * config.tokens_per_batch * len(stack),
+                (config.steps - stack.step) / rate if rate else float("inf"),
+                losses,
+                self.perplexities,
+                self.broke_at,
+                note,
+                done,
+            )
+        )
+
+
+def _note(loaded: checkpoint.Loaded | None) -> str:
+    """A sentence about where a run goes on, for people."""
+    if loaded is None:
+        return ""
+    damaged = f"; damaged and passed over: {', '.join(loaded.damaged)}" if loaded.damaged else ""
+    return f"going on from step {loaded.step}{damaged}"
+
+
+def _finished_without(run: Run, earlier: Run | None) -> bool:
+    """Whether a run that left no checkpoint has come to its end; one that is lost in between is not overwritten.
+
+    A step's record is written before its checkpoint: a run that was killed before it had any begins anew.
+    """
+    records = read_records(run.folder)
+    if not records:
+        return False
+    last = max(record["step"] for record in records)
+    if earlier is not None and last <= min(earlier.config.checkpoint_every, earlier.config.steps):
+        return False
+    if last >= run.config.steps or all("broke_at" in record for record in records if record["step"] == last):
+        return True
+    raise LocaterError(
+        f"the run in {run.folder} ended at step {last:,} and left no checkpoint to go on from; "
+        "remove the folder to start anew, or choose another one"
+    )
+
+
+def _check_same(earlier: Run, run: Run) -> None:
+    """More steps are welcome; anything else is another run."""
+    if earlier.about.get("words") != run.about["words"]:
+        raise LocaterError(
+            f"the run in {run.folder} was trained on another vocabulary ({earlier.about.get('vocabulary')} words, "
+            f"now {run.about['vocabulary']}); choose another folder, or the data it began with"
+        )
+    if _fingerprint(earlier) != _fingerprint(run):
+        then, now = (r.config.to_json() | {"members": [m.to_json() for m in r.members]} for r in (earlier, run))
+        differs = next((key for key in then if then[key] != now[key] and key not in MAY_CHANGE), "the text")
+        if differs == "members" and len(then[differs]) == len(now[differs]):
+            pairs = zip(then[differs], now[differs], strict=True)
+            fields = [key for a, b in pairs for key in a if a[key] != b[key]]
+            differs = f"{fields[0]} of its members"
+        raise LocaterError(
+            f"{run.folder} belongs to another run: {differs} differs; choose another folder, or remove it to start anew"
+        )
+
+
+MAY_CHANGE = ("steps", "checkpoint_every", "data")
+"""Settings a run may go on with in another form; for the data, the text itself is compared."""
+
+
+def _fingerprint(run: Run) -> str:
+    """Of all that decides what the numbers will be."""
+    settings = {key: value for key, value in run.config.to_json().items() if key not in MAY_CHANGE}
+    if settings["model"]["positions"] == "sines":  # checkpoints that were written before there were others
+        del settings["model"]["positions"]
+    rule = METHODS[run.config.model.method].rule
+    rest = [] if rule == 1 else [rule]
+    return fingerprint([settings, [member.to_json() for member in run.members], run.about.get("corpus"), *rest])
+
+
+def _about(corpus: Corpus, device: torch.device) -> dict[str, Any]:
+    cuda = device.type == "cuda"
+    return {
+        "text": corpus.name,
+        "corpus": corpus.fingerprint,
+        "words": corpus.words_fingerprint,
+        "vocabulary": len(corpus.words),
+        "hardware": torch.cuda.get_device_name(device) if cuda else f"{torch.get_num_threads()} CPU threads",
+        "versions": {
+            "locater": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+    }
+
+
+@contextlib.contextmanager
+def _determinism(wanted: bool) -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextlib.contextmanager
+def _outputs(metrics: MetricsFile, step: int, tensorboard: bool) -> Iterator[Callable[[list[dict[str, Any]]], None]]:
+    """Where records go: the metrics file, and TensorBoard if asked."""
+    writer = None
+    if tensorboard:
+        require("tensorboard", "lab")
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(metrics.path.parent / "tensorboard"), purge_step=step + 1)
+
+    def record(records: list[dict[str, Any]]) -> None:
+        metrics.append(records)
+        if writer is not None:
+            for row in records:
+                for name, value in _scalars(row):
+                    writer.add_scalar(f"{name}/{row['member']}", value, row["step"])
+            writer.flush()
+
+    try:
+        yield record
+    finally:
+        metrics.close()
+        if writer is not None:
+            writer.close()
+
+
+def _scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in row.items():
+        if name in ("step", "member", "rho", "eigenvalues") or value is None:
+            continue
+        if not isinstance(value, list):
+            yield name, value
+            continue
+        for i, layer in enumerate(value):
+            if not isinstance(layer, list):
+                yield f"{name}/{i}", layer
+                continue
+            for j, head in enumerate(layer):
+                yield f"{name}/{i}.{j}", head
+
+
+class Terminated(SystemExit):
+    """SIGTERM: somebody wants this process to end, and gives it time to write what it has."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
+
+
+class _Interrupts:
+    """Remembers the first Ctrl-C or SIGTERM for the end of the step; the second acts at once."""
+
+    _KINDS: ClassVar[dict[int, type[BaseException]]] = {
+        signal.SIGINT: KeyboardInterrupt,
+        signal.SIGTERM: Terminated,
+    }
+
+    def __init__(self) -> None:
+        self.wanted: BaseException | None = None
+
+    def __enter__(self) -> _Interrupts:
+        here = threading.current_thread() is threading.main_thread()
+        self._before = {number: signal.signal(number, self._note) for number in self._KINDS if here}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            if handler is not None:  # which is what one of C's is told as
+                signal.signal(number, handler)
+
+    def _note(self, number: int, _: object) -> None:
+        error = self._KINDS[number]()
+        if self.wanted:
+            raise error
+        self.wanted = error

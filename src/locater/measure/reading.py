@@ -1,0 +1,221 @@
+"""A model reads a text, and what its attention does meanwhile is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from locater.errors import LocaterError, reason, require
+from locater.io import nulled, read_json
+from locater.models.pretrained import Pretrained, device_of, quiet
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+    import torch
+    from numpy.typing import NDArray
+
+    from locater.measure import Alarm, Observation
+    from locater.measure.predict import Prediction
+
+__all__ = ["Reading", "alarms_since", "read"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a model's attention did while it read a text."""
+
+    sequences: int
+    length: int
+    query: int  # that ρ is of, counted from the end: the last token that is text
+    heads: pd.DataFrame  # as Observation.table
+    layers: pd.DataFrame  # a row a module: means over heads, largest logit, and Observation.tokens
+    rho: dict[str, NDArray[np.float64]]  # by module (heads, keys)
+    entropy_by_position: dict[str, NDArray[np.float64]]  # by module (heads, queries)
+    part: str = ""  # of the model that was run, if not all
+    predicted: tuple[Prediction, ...] = ()  # a module each, if it was asked for
+
+    def to_json(self) -> dict[str, Any]:
+        more = {"predicted": {one.module: _prediction(one) for one in self.predicted}} if self.predicted else {}
+        return {
+            "sequences": self.sequences,
+            "heads": nulled(self.heads.to_dict("records")),
+            "layers": nulled(self.layers.to_dict("records")),
+            "query": self.query,
+            "rho": nulled(self.rho),
+            "entropy_by_position": nulled(self.entropy_by_position),
+            **more,
+        }
+
+
+def alarms_since(path: Path, now: dict[str, Any]) -> list[Alarm]:
+    """What has collapsed since the measurement in a file, which must be of the same text and modules."""
+    from locater.measure import alarms_between
+
+    before = read_json(path)
+    if not {"heads", "layers", "length", "sequences"} <= before.keys():
+        raise LocaterError(f"{path} is no measurement, as locater measure --json writes one")
+    for name in ("length", "sequences"):
+        if before[name] != now[name]:
+            raise LocaterError(f"{path} is of another text: its {name} is {before[name]!r:.80}, here it is {now[name]}")
+    try:
+        lines = _log_lines(before)
+        damaged = not all(map(_is_log_line, lines))
+    except (AttributeError, KeyError, TypeError):
+        damaged = True
+    if damaged:
+        raise LocaterError(f"{path} is a damaged measurement")
+    current = _log_lines(now)
+    if [line["module"] for line in lines] != [line["module"] for line in current]:
+        raise LocaterError(f"{path} is of another model: its attention modules are others")
+    return alarms_between(lines, current)
+
+
+def _log_lines(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """A measurement's JSON as a log of attention has it: a line a module."""
+    lines: dict[str, dict[str, Any]] = {}
+    for row in content["layers"]:
+        rank = row.get("rank_residual")
+        lines[row["module"]] = {"module": row["module"], "keys": content["length"], "rank_residual": rank}
+        lines[row["module"]] |= {"step": 0, "entropy_share": [], "max_logit": []}
+    for row in content["heads"]:
+        for name in ("entropy_share", "max_logit"):
+            lines[row["module"]][name].append(row[name])
+    return list(lines.values())
+
+
+def _is_log_line(line: dict[str, Any]) -> bool:
+    numbers = [line["rank_residual"], *line["entropy_share"], *line["max_logit"]]
+    return isinstance(line["module"], str) and all(
+        value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in numbers
+    )
+
+
+def _prediction(one: Prediction) -> dict[str, Any]:
+    """ρ of the last token: measured in the sequences held out, and by each law, heads × keys; None where unknown."""
+    made = {"general": one.general, "separable": one.separable, "walk": one.walk}
+    return {
+        "sequences": one.sequences,
+        "measured": nulled(one.measured),
+        **nulled(made),
+        "errors": one.errors(),
+        "sampling_error": one.sampling_error(),
+    }
+
+
+def read(
+    model: str,
+    text: str,
+    *,
+    revision: str | None = None,
+    length: int = 256,
+    batch: int = 8,
+    device: str | None = None,
+    predicting: bool = False,
+    progress: Callable[[float], None] = lambda _: None,
+    source: str = "the text",
+) -> Reading:
+    """Runs a model, without its head, over a text cut into sequences of `length` tokens, those of its tokenizer among
+    them that frame a sequence ([CLS], [SEP], <s>); what is left over at the end of the text is not read.
+
+    `predicting` runs them once more and sets `measure.predict` to work, which takes minutes on many heads."""
+    require("transformers", "hf")
+    place = device_of(device)
+    pretrained = Pretrained.called(model, revision)
+    with quiet():
+        ids, suffix = pretrained.sequences(text, length, source)
+        if predicting and len(ids) < 4:
+            raise LocaterError(
+                f"--predict needs at least 4 sequences, and {source} makes {len(ids)}: "
+                "give more text or a smaller --length"
+            )
+        network, part = pretrained.network(place)
+    seen, tallies = _observed(network, ids.to(place), batch, -1 - suffix, progress)
+    heads, tokens = seen.table(), seen.tokens()
+    means = heads.groupby("module", sort=False).agg(
+        {"layer": "first", "kind": "first", "entropy": "mean", "entropy_share": "mean", "max_logit": "max"}
+    )
+    layers = means.reset_index().merge(tokens.drop(columns=["layer", "kind", "sequences"]), on="module", how="left")
+    names = list(layers["module"])
+    return Reading(
+        sequences=len(ids),
+        length=length,
+        query=-1 - suffix,
+        heads=heads,
+        layers=layers,
+        rho={name: seen.rho(name, -1 - suffix) for name in names},
+        entropy_by_position={name: tallies[name]() for name in names},
+        part=part,
+        predicted=_predicted(network, ids.to(place), batch) if predicting else (),
+    )
+
+
+def _predicted(network: Any, ids: torch.Tensor, batch: int) -> tuple[Prediction, ...]:
+    from locater.measure import predict
+
+    more: dict[str, Any] = _without_cache(network)
+    return tuple(predict(network, ({"input_ids": part, **more} for part in ids.split(batch))))
+
+
+def _observed(
+    network: Any, ids: torch.Tensor, batch: int, query: int, progress: Callable[[float], None]
+) -> tuple[Observation, dict[str, Callable[[], NDArray[np.float64]]]]:
+    """What was seen, and for each module a function that gives its entropy by position."""
+    import torch
+
+    from locater.hooks import Call
+    from locater.measure import observe
+    from locater.measure._tally import HeadTally
+    from locater.measure.attention import AttentionStatistics
+
+    class PositionTally(HeadTally):
+        """Keeps the entropy of each query besides; all sequences have one length and no padding."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.total: torch.Tensor | None = None  # (H, T)
+            self.sequences = 0
+
+        def _statistics(self, call: Call) -> AttentionStatistics:
+            found = super()._statistics(call)
+            entropy = found.entropy.double() if found.entropy.device.type != "mps" else found.entropy
+            self.total = entropy.sum(0) if self.total is None else self.total + entropy.sum(0)
+            self.sequences += len(entropy)
+            return found
+
+        def by_position(self) -> NDArray[np.float64]:
+            assert self.total is not None
+            return (self.total / self.sequences).double().cpu().numpy()
+
+    tallies = {}
+    with observe(network, queries=(query,)) as seen, torch.inference_mode():
+        for watch in seen._watches.values():
+            watch.heads = tally = PositionTally()
+            tallies[watch.place.name] = tally.by_position
+        for start in range(0, len(ids), batch):
+            _forward(network, ids[start : start + batch])
+            progress(min(1.0, (start + batch) / len(ids)))
+    return seen, tallies
+
+
+def _forward(network: Any, ids: torch.Tensor) -> None:
+    import torch
+
+    try:
+        network(input_ids=ids, attention_mask=torch.ones_like(ids), **_without_cache(network))
+    except torch.OutOfMemoryError as error:
+        raise LocaterError(
+            f"{len(ids)} sequences of {ids.shape[1]} tokens do not fit into memory: a smaller --batch or --length does"
+        ) from error
+    except LocaterError:
+        raise
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise LocaterError(
+            f"{type(network).__name__} does not run on sequences of {ids.shape[1]} tokens: {reason(error)}"
+        ) from error
+
+
+def _without_cache(network: Any) -> dict[str, bool]:
+    return {"use_cache": False} if getattr(network.config, "use_cache", None) is not None else {}

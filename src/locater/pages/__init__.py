@@ -1,0 +1,1 @@
+"""One-file pages: the report and the explorer."""

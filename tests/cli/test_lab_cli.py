@@ -1,0 +1,132 @@
+"""train, sweep and figure as a user types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from io import StringIO
+
+import pytest
+from corpora import write_corpus
+
+from locater.cli import main
+
+LOCATER = [sys.executable, "-m", "locater"]
+SMALL = [
+    *("--set", "width=16", "--set", "ffn=16", "--set", "tokens=8", "--set", "batch=4", "--set", "record_every=20"),
+    *("--set", "probe_blocks=8", "--set", "valid_blocks=8", "--set", "checkpoint_every=20"),
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("LOCATER_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def run(*arguments, cwd, status=0):
+    """In this process, which has everything loaded."""
+    out, err = StringIO(), StringIO()
+    with chdir(cwd), redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as leaving:
+        main([str(word) for word in arguments])
+    assert leaving.value.code == status, err.getvalue()
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+
+
+def test_a_sweep_is_trained_summed_up_and_drawn(tmp_path, text):
+    options = ["--data", text, "--steps", 60, "--kappa-2", "none,0,1", "--seeds", "0,1", "--out", "here", *SMALL]
+    done = run("sweep", "paper-d32-l1", *options, "--group-size", 4, "--json", "sweep.json", cwd=tmp_path)
+    assert "step 60 of 60" in done.stderr
+    rows = json.loads((tmp_path / "sweep.json").read_text())["members"]
+    assert [row["member"] for row in rows] == ["none-s0", "none-s1", "k0-s0", "k0-s1", "k1-s0", "k1-s1"]
+    assert all(row["steps"] == 60 and row["perplexity"] > 1 for row in rows)
+    assert sorted(path.name for path in (tmp_path / "here").glob("[!.]*")) == ["group-00", "group-01", "sweep.json"]
+    again = run("sweep", "paper-d32-l1", *options, "--group-size", 4, "--json", "-", cwd=tmp_path)
+    assert json.loads(again.stdout)["members"] == rows  # nothing is trained twice
+    refused = run("figure", 8, "--runs", "here", "--out", "pictures", cwd=tmp_path, status=2)
+    assert "d = 32" in refused.stderr  # this one is 16 wide
+    assert not (tmp_path / "pictures").exists()
+    assert "need the folder of a sweep" in run("figure", 6, cwd=tmp_path, status=2).stderr
+
+
+def test_one_model_is_trained(tmp_path, text):
+    done = run("train", "laptop", "--data", text, "--steps", 20, "--kappa-2", "10", *SMALL, cwd=tmp_path)
+    assert "k10-s0" in done.stdout
+    assert (tmp_path / "runs" / "laptop-k10-s0" / "metrics.jsonl").exists()
+
+
+def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path, text):
+    command = ["train", "laptop", "--data", str(text), "--steps", "1000000", "--out", "run", *SMALL]
+    process = subprocess.Popen(
+        [*LOCATER, *command],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    while not list(tmp_path.glob("run/checkpoints/*.json")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "locater: stopped"
+    steps = int(max(path.stem for path in tmp_path.glob("run/checkpoints/*.json")).removeprefix("step-"))
+    command[command.index("1000000")] = str(steps + 20)
+    assert f"going on from step {steps}" in run(*command, cwd=tmp_path).stderr
+
+
+MISTAKES = {
+    "an unknown preset": (["train", "paper-d7"], "there is no preset 'paper-d7'; there are paper-d128-l1"),
+    "an unknown setting": (["train", "laptop", "--set", "colour=red"], "unknown setting 'colour'"),
+    "a setting without a value": (["train", "laptop", "--set", "width"], "--set takes NAME=VALUE"),
+    "an impossible setting": (["train", "laptop", "--set", "width=0"], "width must be a whole number"),
+    "a flag that is none": (["train", "laptop", "--set", "tied=maybe"], "tied takes true or false"),
+    "a number that is none": (["train", "laptop", "--set", "dropout=abc"], "dropout takes a number"),
+    "a seed without end": (["train", "laptop", "--seed", "99999999999999999999"], "seed"),
+    "a strength that is none": (["train", "laptop", "--kappa-2", "much"], "--kappa-2 takes a number or none"),
+    "a negative strength": (["sweep", "laptop", "--kappa-2", "-1"], "κ₂ must be"),
+    "a seed twice": (["sweep", "laptop", "--seeds", "1,1"], "names a value twice"),
+    "a seed that is none": (["sweep", "laptop", "--seeds", "one"], "--seeds takes whole numbers"),
+    "no such folder": (["train", "laptop", "--data", "nowhere"], "nowhere"),
+    "an unknown precision": (["train", "laptop", "--precision", "fp8"], "precision must be one of fp32, bf16, fp16"),
+    "an unknown device": (["train", "laptop", "--device", "abacus"], "cannot run on the device 'abacus'"),
+    "an unknown engine": (["sweep", "laptop", "--engine", "steam"], "engine must be local or ray"),
+    "an address without Ray": (["sweep", "laptop", "--address", "here:1"], "add --engine ray"),
+    "an unknown reading": (["sweep", "laptop", "--readings", "mine"], "reading must be one of"),
+    "an empty group": (["sweep", "laptop", "--group-size", "0"], "a group needs at least one member"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence_and_writes_nothing(tmp_path, mistake, monkeypatch, capsys):
+    arguments, says = MISTAKES[mistake]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert says in err
+    assert len(err.splitlines()) == 1
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_setting_is_read_by_its_kind(tmp_path, text):
+    options = ["--set", "norm=none", "--set", "tied=no", "--set", "valid_blocks=none"]
+    run("train", "laptop", "--data", text, "--steps", 2, *SMALL, *options, "--out", "run", cwd=tmp_path)
+    config = json.loads((tmp_path / "run" / "run.json").read_text())["config"]
+    assert (config["model"]["norm"], config["model"]["tied"], config["valid_blocks"]) == ("none", False, None)
+
+
+def test_the_presets_are_listed(tmp_path):
+    names = json.loads(run("presets", "--json", "-", cwd=tmp_path).stdout)
+    assert {"laptop", "paper-d128-l1", "paper-d32-l6"} <= names.keys()

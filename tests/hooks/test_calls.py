@@ -1,0 +1,112 @@
+"""The seam where attention is computed: those who listen share it, and leave it as it was."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+
+import pytest
+import torch
+from rivals import batch, loss_of, ready
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from locater import observe
+from locater.control import ZLoss
+from locater.hooks import Listener, listen, places
+from own_attention import OwnAttention
+
+ROOMS = ("theory", "models", "measure", "control", "lab", "figures", "report", "explore")
+
+
+@pytest.mark.parametrize("first", ["observer", "method"])
+@pytest.mark.parametrize("last", ["observer", "method"])
+def test_an_observer_and_a_method_leave_the_table_as_it_was_in_whatever_order(first, last):
+    model, given = ready("llama"), batch("llama")
+    model.set_attn_implementation("sdpa")
+    before, hooks = dict(ALL_ATTENTION_FUNCTIONS._local_mapping), [len(m._forward_pre_hooks) for m in model.modules()]
+    leave = {}
+    come = {
+        "observer": lambda: leave.update(observer=ExitStack()) or leave["observer"].enter_context(observe(model)),
+        "method": lambda: leave.update(method=ExitStack()) or leave["method"].callback(ZLoss(0.1).apply(model).remove),
+    }
+    for name in (first, *({*come} - {first})):
+        come[name]()
+    loss_of(model, given).backward()
+    for name in (*({*leave} - {last}), last):
+        leave[name].close()
+        loss_of(model, given)
+    assert dict(ALL_ATTENTION_FUNCTIONS._local_mapping) == before
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
+
+
+def test_a_method_leaves_the_fast_path_of_torchs_encoder():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, batch_first=True, dropout=0.0, dim_feedforward=24)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(3, 6, 16)
+    with torch.inference_mode():
+        plain = model(x)
+    slow = model(x).detach()  # with gradients there is no fast path
+    assert not torch.equal(slow, plain)
+    handle = ZLoss(0.1).apply(model)
+    with torch.inference_mode():
+        assert torch.equal(model(x), plain)
+    handle.remove()
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_result_is_changed_by_those_who_change_and_by_nobody_else(changes):
+    torch.manual_seed(0)
+    x, told = torch.randn(2, 6, 16), []
+    for model in (OwnAttention(), nn.MultiheadAttention(16, 4, batch_first=True)):
+        inputs = (x,) if isinstance(model, OwnAttention) else (x, x, x)
+
+        def output(model=model, inputs=inputs):
+            result = model(*inputs)
+            return result if isinstance(result, torch.Tensor) else result[0]
+
+        plain = output()
+        with ExitStack() as undo:
+            wants = Listener(lambda _: True, lambda heard, result: told.append(heard) or 0 * result, changes=changes)
+            listen(places(model), wants, undo)
+            assert torch.equal(output(), plain) is not changes
+            assert told.pop().calls[0].q.shape == (2, 4, 6, 4)
+        assert torch.equal(output(), plain)
+        assert not told
+
+
+def test_a_module_that_threads_share_is_overheard_in_each_and_left():
+    """Torch's modes belong to a thread: what is begun in one is ended there."""
+    torch.manual_seed(0)
+    model, x = OwnAttention(), torch.randn(2, 6, 16)
+    both_inside, left = threading.Barrier(2, timeout=20), []
+
+    class Waits(nn.Linear):
+        def forward(self, x):
+            both_inside.wait()
+            return super().forward(x)
+
+    model.c_attn.__class__ = Waits
+
+    def run():
+        with torch.no_grad():
+            model(x)
+        left.append(torch.overrides._len_torch_function_stack())
+
+    with observe(model) as seen:
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+    assert left == [0, 0]
+    assert not seen.table().empty
+
+
+def test_a_call_that_belongs_to_no_module_is_let_through():
+    model = ready("llama")
+    q = torch.randn(1, 2, 4, 8)
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"](nn.Module(), q, q, q, None)[0]
+    with observe(model) as seen:
+        assert torch.equal(ALL_ATTENTION_FUNCTIONS["sdpa"](nn.Module(), q, q, q, None)[0], plain)
+    assert seen.table().empty

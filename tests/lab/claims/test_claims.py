@@ -1,0 +1,336 @@
+"""Verdicts on SYNTHETIC sweeps, in which each claim is true, false or undecidable by construction."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+from test_lab_figures import PAPER, Synthetic, records, synthetic_run
+
+from locater import LocaterError
+from locater.lab.claims import claims, claims_markdown, claims_table, seed_spread
+from locater.lab.claims.series import broken_line, read_sweep, stripes
+from locater.lab.claims.verdicts import _rank_correlation
+
+TRACE = "LocAteR holds tr W_QK"
+SCALE = "the stronger κ₂, the smaller the eigenspectrum scale"
+ENTROPY_THROUGHOUT = "κ₂ keeps the attention entropy higher during the updates entirely"
+ENTROPY = "the stronger κ₂, the higher the attention entropy at the end"
+BEST = "the stronger κ₂, the better the perplexity, at its best"
+LAST = "the stronger κ₂, the better the perplexity, at the end"
+BEST_AGAINST_NONE = "LocAteR (κ₂ = 1) betters the perplexity of no LocAteR, at its best"
+LAST_AGAINST_NONE = "LocAteR (κ₂ = 1) betters the perplexity of no LocAteR, at the end"
+PHASES = "two learning phases"
+STRIPES = "ρ has lasting stripes"
+ENTROPY_BY_SCALE = "the smaller the scale, the higher the entropy, across"
+ENTROPY_OVER_TIME = "the smaller the scale, the higher the entropy, over training"
+RANK = "the smaller the scale, the further from rank collapse"
+PAST_ONE = "the stronger the better holds past κ₂ = 1"
+TRENDS = (SCALE, ENTROPY_THROUGHOUT, ENTROPY, BEST, LAST, BEST_AGAINST_NONE, LAST_AGAINST_NONE)
+
+
+def judged(folder, noise=None):
+    made = claims(folder, noise=noise)
+    json.dumps([claim.evidence for claim in made], allow_nan=False)  # plain numbers throughout
+    return lambda start: next(claim for claim in made if claim.statement.startswith(start))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("synthetic")
+    three = {"seeds": (0, 1, 2)}
+    reverse = Synthetic(
+        scale=-1, entropy=-1, perplexity=-1, trace_at=3.0, bends=False, stripes_with=0.0, stripes_without=0.12, rank=1
+    )
+    return {
+        "true": synthetic_run(root / "true", kappas=(*PAPER, 10.0, 100.0), **three),
+        "false": synthetic_run(root / "false", reverse, **three),
+        "disagree": synthetic_run(root / "disagree", Synthetic(seeds_disagree=True), **three),
+        "one seed": synthetic_run(root / "one", seeds=(0,)),
+    }
+
+
+@pytest.fixture(scope="module")
+def verdicts(folders):
+    return {name: judged(folder) for name, folder in folders.items()}
+
+
+def changed(folder, target, change):
+    """A copy of a synthetic run with `change` applied to each of its records."""
+    target.mkdir()
+    (target / "run.json").write_text((folder / "run.json").read_text())
+    (target / "metrics.jsonl").write_text("".join(json.dumps(change(r)) + "\n" for r in records(folder)))
+    return target
+
+
+def times(name, of, factor):
+    """Multiplies one quantity of the members whose name starts with `of`."""
+
+    def change(record):
+        hit = record["member"].startswith(of)
+        return record | ({name: (np.array(record[name]) * factor).tolist()} if hit else {})
+
+    return change
+
+
+@pytest.mark.parametrize("claim", [TRACE, *TRENDS, PHASES, STRIPES, ENTROPY_BY_SCALE, RANK])
+def test_what_is_true_by_construction_is_reproduced(verdicts, claim):
+    assert verdicts["true"](claim).verdict == "reproduced"
+
+
+# with rank = 1 the residual rises with κ₂ while the scale does too: against A2; entropy against scale stays as claimed
+@pytest.mark.parametrize("claim", [TRACE, *TRENDS, PHASES, STRIPES, RANK])
+def test_what_is_false_by_construction_is_not(verdicts, claim):
+    assert verdicts["false"](claim).verdict == "not reproduced"
+
+
+def test_entropy_still_falls_with_scale_where_both_trends_are_reversed(verdicts):
+    assert verdicts["false"](ENTROPY_BY_SCALE).verdict == "reproduced"
+    assert verdicts["false"](ENTROPY_OVER_TIME).verdict == "reproduced"
+
+
+@pytest.mark.parametrize("claim", TRENDS)
+def test_seeds_that_disagree_cannot_tell(verdicts, claim):
+    found = verdicts["disagree"](claim)
+    assert found.verdict == "cannot tell"
+    assert found.evidence["seeds"] == 3
+
+
+def test_one_seed_alone_cannot_tell(verdicts):
+    for claim in TRENDS:
+        assert verdicts["one seed"](claim).verdict == "cannot tell"
+    assert "1 seed, and no noise to compare with" in verdicts["one seed"](BEST).measured
+    assert verdicts["one seed"](STRIPES).verdict == "reproduced"  # its yardstick is the sampling error
+    assert verdicts["one seed"](STRIPES).evidence["seeds"] == 1
+
+
+def test_one_seed_tells_what_exceeds_the_noise_measured_elsewhere(folders):
+    spread = seed_spread(folders["true"])
+    assert set(spread) == {"scale", "entropy", "best perplexity", "last perplexity"}
+    assert 0 < spread["best perplexity"] < 0.01
+    told = judged(folders["one seed"], spread)
+    for claim in TRENDS:
+        assert told(claim).verdict == "reproduced"
+    # κ₂ = 1 betters the perplexity by 2% by construction
+    assert judged(folders["one seed"], 0.05)(BEST).verdict == "cannot tell"
+    with pytest.raises(LocaterError, match="one seed only"):
+        seed_spread(folders["one seed"])
+
+
+def test_a_bump_on_the_way_breaks_a_trend_and_a_small_one_does_not(folders, tmp_path):
+    bump = changed(folders["true"], tmp_path / "bump", times("scale", "k0.1-", 1.3))
+    assert judged(bump)(SCALE).verdict == "not reproduced"
+    # 1% of the scale is told by the seeds, but is less than a tenth of the change from κ₂ = 0 to 1
+    small = judged(changed(folders["true"], tmp_path / "small", times("scale", "k0.001-", 1.01)))(SCALE)
+    assert small.evidence["steps_told"][0] == 1
+    assert small.verdict == "reproduced"
+
+
+def test_the_measured_numbers_are_those_of_the_records(folders, verdicts):
+    last = max(r["step"] for r in records(folders["true"]))
+    found = {r["member"]: r["scale"][0][0] for r in records(folders["true"]) if r["step"] == last}
+    evidence = verdicts["true"](SCALE).evidence
+    expected = [[found[f"k{kappa:g}-s{seed}"] for seed in range(3)] for kappa in PAPER[1:]]
+    np.testing.assert_allclose(evidence["values"], expected)
+    assert evidence["step"] == last
+    assert "κ₂ = 0, 0.001, 0.01, 0.1, 1: 55" in verdicts["true"](SCALE).measured
+
+
+def test_entropy_that_is_higher_at_the_end_only_is_not_higher_entirely(folders, tmp_path):
+    def late(record):
+        early = record["member"].startswith("k1-") and record["step"] < 25_000
+        return record | ({"entropy": [[record["entropy"][0][0] * 0.5]]} if early else {})
+
+    judge = judged(changed(folders["true"], tmp_path / "late", late))
+    assert judge(ENTROPY).verdict == "reproduced"
+    assert judge(ENTROPY_THROUGHOUT).verdict == "not reproduced"
+    assert judge(ENTROPY_THROUGHOUT).evidence["share_lower"] == pytest.approx(0.5, abs=0.02)
+
+
+def test_best_and_last_perplexity_are_judged_apart(folders, tmp_path):
+    def overfits(record):
+        hit = record["member"].startswith("k1-") and record["step"] > 40_000
+        return record | ({"perplexity": record["perplexity"] * 1.2} if hit else {})
+
+    judge = judged(changed(folders["true"], tmp_path / "overfits", overfits))
+    assert (judge(BEST).verdict, judge(LAST).verdict) == ("reproduced", "not reproduced")
+    assert (judge(BEST_AGAINST_NONE).verdict, judge(LAST_AGAINST_NONE).verdict) == ("reproduced", "not reproduced")
+
+
+def test_past_one_says_where_the_perplexity_turns(verdicts):
+    found = verdicts["true"](PAST_ONE)
+    assert found.verdict == "not reproduced"
+    assert found.evidence["best perplexity"]["lowest_at"] == 10
+    assert found.evidence["best perplexity"]["worse_from"] == 100
+    assert verdicts["false"](PAST_ONE).verdict == "cannot tell"
+    assert verdicts["false"](PAST_ONE).measured == "not trained: κ₂ > 1"
+
+
+def test_past_one_without_a_turn_goes_on(tmp_path):
+    folder = synthetic_run(tmp_path / "run", Synthetic(turns_at=1e6), kappas=(1.0, 10.0, 100.0), seeds=(0, 1, 2))
+    assert judged(folder)(PAST_ONE).verdict == "reproduced"
+
+
+def test_strengths_that_were_not_trained_are_named(tmp_path):
+    judge = judged(synthetic_run(tmp_path / "run", kappas=(None, 0.0, 1.0), seeds=(0, 1, 2)))
+    for claim in (TRACE, SCALE, ENTROPY_THROUGHOUT, ENTROPY, BEST, LAST):
+        assert (judge(claim).verdict, judge(claim).measured) == ("cannot tell", "not trained: κ₂ = 0.001, 0.01, 0.1")
+    assert judge(BEST_AGAINST_NONE).verdict == "reproduced"
+    assert judge(RANK).measured == "needs four strengths to rank, has 2"
+
+
+def test_a_sweep_that_has_not_come_to_its_end_cannot_tell(tmp_path):
+    folder = synthetic_run(tmp_path / "run", seeds=(0, 1, 2), until=30_000)
+    for claim in claims(folder):
+        assert claim.verdict == "cannot tell"
+        assert claim.measured.startswith("at step 29,988 of 49,980: ")
+
+
+def test_members_are_compared_at_the_steps_they_share(folders, tmp_path):
+    folder = tmp_path / "short"
+    changed(folders["true"], folder, lambda record: record)
+    kept = [r for r in records(folder) if r["member"] != "k1-s0" or r["step"] <= 20_000]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in kept))
+    assert judged(folder)(SCALE).evidence["step"] == max(r["step"] for r in kept if r["member"] == "k1-s0")
+
+
+def test_a_diverged_member_is_not_told(folders, tmp_path):
+    def diverge(record):
+        hit = record["member"] == "k1-s1" and record["step"] > 30_000
+        return record | ({"perplexity": float("nan"), "scale": [[float("inf")]]} if hit else {})
+
+    judge = judged(changed(folders["true"], tmp_path / "diverged", diverge))
+    assert (judge(SCALE).verdict, judge(LAST).verdict) == ("cannot tell", "cannot tell")
+    assert judge(BEST).verdict == "reproduced"  # it had its best before
+
+
+def test_a_short_run_has_no_phases_to_tell(tmp_path):
+    found = judged(synthetic_run(tmp_path / "run", steps=600, records=20))(PHASES)
+    assert found.verdict == "cannot tell"
+    assert "needs 20,000 steps" in found.measured
+
+
+def test_a_bend_that_moves_with_the_window_is_no_phase(verdicts):
+    true, false = (verdicts[name](PHASES).evidence for name in ("true", "false"))
+    for quantity in ("log-perplexity", "scale", "entropy"):
+        assert true[quantity]["bend"] == pytest.approx(10_000, rel=0.1)
+        assert true[quantity]["bend_first_half"] == pytest.approx(10_000, rel=0.1)
+        # a power law: a bent line fits far better than a straight one here too, but bends where the window says
+        assert false[quantity]["removed"] > 0.75
+        assert false[quantity]["bend_first_half"] < 0.7 * false[quantity]["bend"]
+
+
+def test_the_bent_line_is_the_best_of_all_least_squares_fits():
+    rng = np.random.default_rng(0)
+    steps = np.arange(1, 31) * 500
+    series = np.stack([rng.normal(size=30).cumsum(), np.abs(steps - 6000.0), 3.0 - 2e-4 * steps])
+    bend, removed = broken_line(steps, series)
+
+    def residual(columns, y):
+        design = np.stack(columns, axis=-1)
+        return ((y - design @ np.linalg.lstsq(design, y, rcond=None)[0]) ** 2).sum()
+
+    line = [np.ones(30), steps / 15_000]
+    for y, b, r in zip(series[:2], bend, removed, strict=False):
+        best = min((residual([*line, np.maximum(steps - at, 0) / 15_000], y), at) for at in steps[2:-2])
+        assert b == best[1]
+        assert r == pytest.approx(1 - best[0] / residual(line, y), abs=1e-9)
+    assert bend[1] == 6000
+    assert removed[2] == 0  # a straight line leaves nothing to remove
+
+
+def counted(rho, blocks, records=20, seed=0):
+    """ρ as counted in the same blocks at every record: (records, 1, T)."""
+    shares = (np.random.default_rng(seed).random((blocks, len(rho))) < rho).mean(0)
+    return np.arange(records), np.broadcast_to(shares, (records, 1, len(rho)))
+
+
+def test_sampling_and_slopes_are_no_stripes():
+    smooth = 0.5 + np.linspace(-0.3, 0.2, 64) - 0.2 * np.linspace(-1, 1, 64) ** 2
+    smooth[-1] = 0.99  # the query's own position does not count
+    chances = []
+    for seed in range(40):
+        steps, rho = counted(smooth, 256, seed=seed)
+        found = stripes(steps, rho, 256)
+        chances.append(found.chance)
+        assert found.contrast < 0.02
+        np.testing.assert_allclose(found.spread, found.sampling, rtol=0.35)  # four standard errors of a χ² with 60
+    # 40 uniform numbers: mean within four standard errors of ½
+    assert abs(np.mean(chances) - 0.5) < 4 * np.sqrt(1 / 12 / 40)
+
+
+def test_contrast_is_the_standard_deviation_of_the_stripes_whatever_the_number_of_blocks():
+    bumps = 0.1 * np.sign(np.random.default_rng(1).normal(size=64))
+    bumps -= bumps.mean()
+    for blocks in (32, 256, 4096):
+        found = [stripes(*counted(0.5 + bumps, blocks, seed=seed), blocks).contrast for seed in range(20)]
+        # 3 of 63 degrees of freedom went with the parabola
+        assert np.mean(found) == pytest.approx(0.1, rel=0.08)
+
+
+def test_flicker_is_no_stripe():
+    steps = np.arange(200)
+    rho = 0.5 + 0.1 * np.random.default_rng(2).normal(size=(200, 1, 64))
+    found = stripes(steps, np.clip(rho, 0, 1), 256)
+    assert found.spread.mean() > 0.08
+    assert found.contrast < 0.01
+
+
+def test_stripes_of_different_heads_do_not_cancel():
+    bumps = 0.1 * np.sign(np.random.default_rng(1).normal(size=64))
+    steps, one = counted(0.5 + bumps, 4096)
+    _, other = counted(0.5 - bumps, 4096, seed=1)
+    alone, both = stripes(steps, one, 4096), stripes(steps, np.concatenate([one, other], axis=1), 4096)
+    assert both.contrast == pytest.approx(alone.contrast, rel=0.05)
+
+
+def test_certain_stripes_are_stripes():
+    steps, rho = counted(np.tile([0.0, 1.0], 32), 256)
+    found = stripes(steps, rho, 256)
+    assert found.contrast == pytest.approx(0.5, rel=0.05)
+    assert found.chance == 0
+
+
+def test_rank_correlation_is_spearmans():
+    rng = np.random.default_rng(3)
+    for _ in range(5):
+        x, y = rng.integers(0, 6, size=12).astype(float), rng.normal(size=12)
+        assert _rank_correlation(x, y) == pytest.approx(spearmanr(x, y).statistic)
+    assert np.isnan(_rank_correlation(np.ones(4), np.arange(4.0)))
+
+
+def test_a_sweep_differs_in_strength_and_seed_only(tmp_path):
+    folder = synthetic_run(tmp_path / "run", kappas=(None, 1.0), seeds=(0,), records=4)
+    value = json.loads((folder / "run.json").read_text())
+    value["members"][1]["learning_rate"] = 1e-3
+    (folder / "run.json").write_text(json.dumps(value))
+    with pytest.raises(LocaterError, match="differ in more than κ₂ and the seed"):
+        read_sweep(folder)
+    for name, width in (("a", 32), ("b", 64)):
+        synthetic_run(tmp_path / "two" / name, kappas=(1.0,), seeds=(0,), records=4, width=width)
+    with pytest.raises(LocaterError, match="give the folder of one sweep"):
+        claims(tmp_path / "two")
+
+
+def test_the_page_has_a_row_a_claim(folders):
+    made, table, page = claims(folders["true"]), claims_table(folders["true"]), claims_markdown(folders["true"])
+    assert list(table.columns) == ["claim", "where", "measured", "verdict", "seeds"]
+    assert table["claim"].tolist() == [claim.statement for claim in made]
+    rows = page.splitlines()[2:]
+    assert len(rows) == len(made)
+    for row, claim in zip(rows, made, strict=True):
+        assert row.replace("\\|", "").count("|") == 5  # four cells; bars inside them are escaped
+        assert row.endswith(f"| **{claim.verdict}** |")
+    assert {claim.verdict for claim in made} <= {"reproduced", "not reproduced", "cannot tell"}
+
+
+@pytest.mark.parametrize(("setting", "value"), [("positions", "rotary"), ("norm", "pre")])
+def test_a_model_that_is_not_the_paper_s_is_not_its_figure(folders, tmp_path, setting, value):
+    copy = changed(folders["one seed"], tmp_path / "copy", lambda record: record)
+    assert not any("another model" in claim.where for claim in claims(copy))
+    run = json.loads((copy / "run.json").read_text())
+    run["config"]["model"][setting] = value
+    (copy / "run.json").write_text(json.dumps(run))
+    assert all(claim.where.endswith("(of another model)") for claim in claims(copy))

@@ -1,0 +1,456 @@
+"""Each method of the arena does what it promises, and a stack of members trains as they would alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from corpora import batch_at, write_corpus
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+from turns import largest_product
+
+from locater import QK, LocaterError
+from locater.control.stacked import decoupled_step, ordinary_scale, penalty_gradient, seen_scale, within_limit
+from locater.lab import Config, Member, ModelConfig, Stack, load_corpus
+from locater.lab.config import METHOD_NAMES
+from locater.lab.engine._method import rope_of
+from locater.lab.engine.methods import METHODS, Softcap, ZLoss
+from locater.lab.engine.model import embed, hidden_states
+from locater.measure import max_logits
+from locater.models import Norm, Rope
+
+MODEL = ModelConfig(width=16, ffn=32, layers=2, heads=2, tokens=8, norm="pre", dropout=0.0)
+CONFIG = Config(model=MODEL, batch=6, steps=60, clip=1.0, warmup=4, final_rate=0.1, probe_blocks=8)
+STRENGTHS = {
+    "none": 0.0, "qk-norm": 2.0, "softcap": 5.0, "z-loss": 1e-2, "sigma-reparam": 1.0, "sigma-reparam-qk": 0.7,
+    "qk-clip": 0.5, "qk-decay": 1.0, "locater-decoupled": 1.0, "locater-traced": 1.0, "locater-auto": 3.0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return load_corpus(write_corpus(tmp_path_factory.mktemp("corpus")), cache=tmp_path_factory.mktemp("cache"))
+
+
+def stack_of(method, corpus, *members, **changes):
+    members = members or (Member("one", learning_rate=1e-2, strength=STRENGTHS[method]),)
+    return Stack(CONFIG.changed(method=method, **changes), members, corpus, torch.device("cpu"))
+
+
+def advanced(stack, steps):
+    for _ in range(steps):
+        stack.advance()
+    return stack
+
+
+def seen(stack, step=0):
+    """Queries and keys of a training batch, as the attention compares them, layer by layer."""
+    found = []
+    inputs, _ = batch_at(stack, step)
+    low = stack.body(stack.segments["body"].low)
+    embedded = embed(stack.segments["embedding"].low, inputs)
+    with torch.no_grad():
+        hidden_states(
+            low, embedded, stack.config.model, see=lambda *x: found.append(x[3:]), method=stack.method.at_inference()
+        )
+    return found[:-1]
+
+
+def test_every_method_has_a_name_a_config_takes():
+    assert tuple(METHODS) == METHOD_NAMES
+    assert set(STRENGTHS) == set(METHOD_NAMES)
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_members_trained_stacked_equal_members_trained_alone(corpus, method):
+    strength = STRENGTHS[method]
+    members = [Member("a", 0, 1e-2, strength=strength), Member("b", 3, 3e-2, strength=1.5 * strength)]
+    together = advanced(stack_of(method, corpus, *members, precision="fp64"), 12)
+    for e, member in enumerate(members):
+        alone = advanced(stack_of(method, corpus, member, precision="fp64"), 12)
+        for name, value in together.parameters(e).items():
+            other = alone.parameters(0)[name]
+            if name.endswith("qkv.bias"):  # a key's bias moves no softmax: Adam makes steps of its gradient's rounding
+                value, other = (x.unflatten(0, (3, -1))[[0, 2]] for x in (value, other))
+            torch.testing.assert_close(value, other, rtol=1e-9, atol=1e-9)
+        assert together.measure()[e]["entropy"][0] == pytest.approx(alone.measure()[0]["entropy"][0], rel=2e-6)
+
+
+@pytest.mark.parametrize("method", ["sigma-reparam", "locater-auto", "qk-clip"])
+def test_a_run_goes_on_from_its_state_as_if_nothing_had_been(corpus, method):
+    whole = advanced(stack_of(method, corpus), 10)
+    half = advanced(stack_of(method, corpus), 5)
+    state = {name: value.clone() for name, value in half.state().items()}
+    resumed = stack_of(method, corpus)
+    resumed.load_state(state)
+    advanced(resumed, 5)
+    assert resumed.measure() == whole.measure()
+
+
+# ---------------------------------------------------------------------- what each promises
+
+
+def test_qk_norm_bounds_logits_by_the_root_of_the_head_width_times_its_gains(corpus):
+    stack = advanced(stack_of("qk-norm", corpus, Member("wild", learning_rate=0.3, strength=2.0)), 20)
+    body = stack.body(stack.segments["body"].value)
+    for layer, (q, k) in enumerate(seen(stack)):
+        gains = body[f"layers.{layer}.q_gain"] * body[f"layers.{layer}.k_gain"]
+        assert max_logits(q[0], k[0]).max() <= math.sqrt(MODEL.head_width) * gains.abs().max() * (1 + 1e-5)
+
+
+def test_qk_norm_starts_with_its_strength(corpus):
+    """Of unit gains and any weights, |logit| ≤ √K · strength, and equality is near for some pair."""
+    stack = stack_of("qk-norm", corpus)
+    body = stack.body(stack.segments["body"].value)
+    torch.testing.assert_close(body["layers.1.q_gain"] * body["layers.1.k_gain"], torch.full((1, 8), 2.0))
+
+
+@pytest.mark.parametrize("method", ["sigma-reparam", "sigma-reparam-qk"])
+def test_the_spectral_norm_under_sigma_reparam_is_its_gamma(corpus, method):
+    """Once the power iteration has settled; until then σ₁ is underestimated, and the norm is a little more."""
+    stack = advanced(stack_of(method, corpus), 30)
+    values = stack.body(stack.segments["body"].value)
+
+    def ratios():
+        for name, weight in stack.method.weights(values).items():
+            gamma = values.get(name.removesuffix("weight") + "gamma")
+            if gamma is not None and name.endswith(".weight"):
+                parts = weight.unflatten(1, (3, -1))[:, : gamma.shape[1]] if "qkv" in name else weight[:, None]
+                yield torch.linalg.matrix_norm(parts, ord=2) / gamma.abs()
+
+    assert all((ratio >= 1 - 1e-5).all() for ratio in ratios())
+    for _ in range(2000):
+        stack.method.refresh(values)
+    assert all(((ratio - 1).abs() < 1e-3).all() for ratio in ratios())
+
+
+def test_sigma_reparams_gradient_is_that_of_the_quotient(corpus):
+    stack = stack_of("sigma-reparam-qk", corpus)
+    values = {name: v.double().requires_grad_() for name, v in stack.body(stack.segments["body"].value).items()}
+    w, gamma = values["layers.0.qkv.weight"], values["layers.0.qkv.gamma"]
+    for buffers in (stack.method._right, stack.method._left, stack.method._sigma):
+        for name in buffers:
+            buffers[name] = buffers[name].double()
+    stack.method.settle(values)
+    up = torch.randn(w.shape, dtype=torch.float64)
+    found = torch.autograd.grad((stack.method.weights(values)["layers.0.qkv.weight"] * up).sum(), (w, gamma))
+    u, v = stack.method._left["layers.0.qkv"], stack.method._right["layers.0.qkv"]
+    parts = w.unflatten(1, (3, -1))
+    sigma = torch.einsum("enm,enmk,enk->en", u, parts[:, :2], v)
+    scaled = torch.cat([(gamma / sigma)[..., None, None] * parts[:, :2], parts[:, 2:]], dim=1).flatten(1, 2)
+    expected = torch.autograd.grad((scaled * up).sum(), (w, gamma))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_after_qk_clip_no_logit_exceeds_tau_on_the_batch_that_set_it(corpus):
+    tau = 0.02
+    stack = stack_of("qk-clip", corpus, Member("one", strength=tau))
+    assert all(max_logits(q[0], k[0]).max() > 2 * tau for q, k in seen(stack))
+    stack.forward_backward()
+    values = stack.body(stack.segments["body"].value)
+    stack.method.after_update(values, torch.ones(1), torch.ones(()))
+    q, k = seen(stack)[0]  # later layers read other states then
+    assert max_logits(q[0], k[0]).max() == pytest.approx(tau, rel=1e-4)
+    assert (max_logits(q[0], k[0]).amax(0) <= tau * (1 + 1e-4)).all()
+
+
+def test_qk_clip_leaves_heads_alone_whose_logits_are_below_tau_be_they_all_negative_or_no_numbers(corpus):
+    stack = stack_of("qk-clip", corpus, Member("one", strength=1.0))
+    values = stack.body(stack.segments["body"].value)
+    before = {name: value.clone() for name, value in values.items()}
+    for largest in (-3.0, 0.5, math.inf, math.nan):
+        stack.method._largest.fill_(largest)
+        stack.method.after_update(values, torch.ones(1), torch.ones(()))
+    assert all(torch.equal(value, before[name]) for name, value in values.items())
+
+
+def test_softcap_is_attention_with_capped_logits_and_none_with_a_high_cap():
+    torch.manual_seed(0)
+    q, k, v = (3 * torch.randn(2, 3, 2, 7, 8, dtype=torch.float64) for _ in range(3))
+    caps = torch.tensor([2.0, 1e6], dtype=torch.float64)
+    found = Softcap(MODEL, caps).attend(q, k, v, 8**-0.5).unflatten(0, (2, 3))
+    s = 2 * torch.tanh(q[0] @ k[0].mT * 8**-0.5 / 2)
+    s.masked_fill_(torch.ones(7, 7, dtype=torch.bool).triu(1), -math.inf)
+    torch.testing.assert_close(found[0], s.softmax(-1) @ v[0], rtol=1e-5, atol=1e-5)  # the softmax is float32's
+    plain = functional.scaled_dot_product_attention(q[1], k[1], v[1], is_causal=True)
+    torch.testing.assert_close(found[1], plain, rtol=1e-4, atol=1e-4)
+
+
+def test_the_largest_logit_that_is_measured_under_softcap_is_the_capped_one(corpus):
+    members = [Member(f"m{i}", learning_rate=0.3, strength=cap) for i, cap in enumerate((0.05, 5.0))]
+    stack = advanced(stack_of("softcap", corpus, *members), 10)
+    small, large = ([max(map(max, row["max_logit"]))] for row in stack.measure())
+    assert small[0] <= 0.05 < large[0] <= 5.0
+
+
+def test_z_loss_adds_the_gradient_of_its_penalty():
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, 3, 2, 7, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    strength = torch.tensor([0.1, 2.0], dtype=torch.float64)
+    up = torch.randn(2, *q.shape, dtype=torch.float64)
+    one, other = ZLoss(MODEL, strength).compare({}, 0, q, k)
+    found = torch.autograd.grad((one * up[0] + other * up[1]).sum(), (q, k))
+    s = (q @ k.mT * 8**-0.5).masked_fill(torch.ones(7, 7, dtype=torch.bool).triu(1), -math.inf)
+    penalty = (strength * s.logsumexp(-1).square().mean((1, 2, 3))).sum()
+    expected = torch.autograd.grad((q * up[0] + k * up[1]).sum() + penalty, (q, k))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # it is computed in float32
+
+
+def test_decay_shrinks_queries_and_keys_and_nothing_else(corpus):
+    stack = stack_of("qk-decay", corpus)
+    values = stack.body(stack.segments["body"].value)
+    before = {name: value.clone() for name, value in values.items()}
+    assert stack.method.after_update(values, torch.tensor([0.1]), torch.ones(()))
+    for name, value in values.items():
+        parts, old = (x.unflatten(1, (3, -1)) if "qkv.weight" in name else x[:, None] for x in (value, before[name]))
+        shrunk = 0.9 if "qkv.weight" in name else 1.0
+        torch.testing.assert_close(parts[:, :2], shrunk * old[:, :2])
+        assert torch.equal(parts[:, 2:], old[:, 2:])
+
+
+# ---------------------------------------------------------------------- LocAteR beside the optimizer
+
+
+def factors(seed, heads=3, width=4, d_model=10, size=1.0):
+    random = torch.Generator().manual_seed(seed)
+    return QK(*(size * torch.randn(heads, width, d_model, dtype=torch.float64, generator=random) for _ in range(2)))
+
+
+def test_a_small_decoupled_step_is_the_gradients():
+    qk, step = factors(0), torch.tensor(1e-7, dtype=torch.float64)
+    target = torch.tensor(5.0, dtype=torch.float64)
+    moved = decoupled_step(qk, step, 2 * step, target)
+    gradient = penalty_gradient(qk, step, 2 * step, target)
+    for new, old, g in zip(moved, (qk.w_q, qk.w_k), gradient, strict=True):
+        # the damping is of the order of step · curvature
+        torch.testing.assert_close((old - new) / step, g / step, rtol=1e-3, atol=1e-3)
+
+
+@given(st.integers(0, 1000), st.floats(-4, 8), st.floats(0.01, 10))
+def test_no_decoupled_step_however_large_raises_the_scale(seed, exponent, size):
+    qk, step = factors(seed, size=size), torch.tensor(10.0**exponent, dtype=torch.float64)
+    nothing = torch.zeros_like(step)
+    w_q, w_k = decoupled_step(qk, step, nothing, nothing)
+    assert (QK(w_q, w_k).scale() <= qk.scale() * (1 + 1e-12)).all()
+    assert (torch.linalg.matrix_norm(w_q) <= torch.linalg.matrix_norm(qk.w_q) * (1 + 1e-12)).all()
+
+
+@given(st.integers(0, 1000), st.floats(-4, 8), st.floats(-20, 20))
+def test_no_decoupled_step_however_large_carries_the_trace_away_from_its_target(seed, exponent, target):
+    qk, step = factors(seed), torch.tensor(10.0**exponent, dtype=torch.float64)
+    target = torch.tensor(target, dtype=torch.float64)
+    moved = QK(*decoupled_step(qk, torch.zeros_like(step), step, target))
+    assert ((moved.trace() - target).abs() <= (qk.trace() - target).abs() * (1 + 1e-9)).all()
+
+
+def test_steps_without_a_task_end_where_the_penalty_is_lowest():
+    """Of all W_QK of rank K, κ tr(WᵀW) + μ (tr W − t)² is lowest at a projection times a = μ t / (κ + μ K).
+
+    κ and μ are those that the steps act with, damped by 1 + 2κ‖G²‖^½ and 1 + 4μ tr G, G = W Wᵀ of the larger factor.
+    """
+    qk, step = factors(3), torch.tensor(0.05, dtype=torch.float64)
+    target = torch.tensor(6.0, dtype=torch.float64)
+    for _ in range(5000):
+        qk = QK(*decoupled_step(qk, step, 3 * step, target))
+    level = qk.trace() / 4
+    torch.testing.assert_close(qk.scale(), 4 * level**2, rtol=1e-6, atol=0.0)
+    grams = [w @ w.mT for w in (qk.w_q, qk.w_k)]
+    kappa = 0.05 / (1 + 2 * 0.05 * torch.maximum(*(torch.linalg.matrix_norm(g @ g).sqrt() for g in grams)))
+    traces = [g.diagonal(dim1=-2, dim2=-1).sum(-1) for g in grams]
+    mu = 0.15 / (1 + 4 * 0.15 * torch.maximum(*traces))
+    torch.testing.assert_close(level, mu * 6 / (kappa + 4 * mu), rtol=1e-6, atol=0.0)
+    # as under the gradient's flow, neither factor grows at the other's expense
+    start = [w.square().sum((-2, -1)) for w in (factors(3).w_q, factors(3).w_k)]
+    torch.testing.assert_close(traces[0] - traces[1], start[0] - start[1], rtol=0.3, atol=0.0)
+
+
+@given(st.integers(0, 1000), st.floats(-4, 8), st.floats(-20, 20), st.floats(-1.5, 1.5))
+def test_no_pull_however_strong_carries_the_trace_past_its_target(seed, exponent, target, aligned):
+    """Factors that point the same way, or opposite ways, are where the trace moves most."""
+    qk = factors(seed)
+    qk = QK(qk.w_q, 0.3 * qk.w_k + aligned * qk.w_q)
+    step, target = (torch.tensor(x, dtype=torch.float64) for x in (10.0**exponent, target))
+    before = qk.trace() - target
+    after = QK(*decoupled_step(qk, torch.zeros_like(step), step, target)).trace() - target
+    assert (after * before.sign() >= -1e-9 * (1 + before.abs())).all()
+    assert (after.abs() <= before.abs() * (1 + 1e-9)).all()
+
+
+def test_beside_an_ordinary_scale_a_trace_is_raised_and_not_lowered():
+    qk, step = factors(0), torch.tensor(0.01, dtype=torch.float64)
+    for target, moves in ((qk.trace() - 1, False), (qk.trace() + 1, True)):
+        found = QK(*decoupled_step(qk, step, step, target, ordinary=qk.scale()))
+        assert (found.trace() > qk.trace()).all() if moves else torch.equal(found.dense(), qk.dense())
+
+
+def test_beside_an_ordinary_scale_a_head_is_pressed_by_how_far_it_has_grown():
+    qk, step = factors(0), torch.tensor(0.01, dtype=torch.float64)
+    target = qk.trace()  # so that nothing pulls
+    for ordinary, share in ((qk.scale(), 0.0), (qk.scale() / 1.5, 0.5), (qk.scale() / 9, 1.0)):
+        expected = decoupled_step(qk, share * step, step, target)
+        for found, other in zip(decoupled_step(qk, step, step, target, ordinary), expected, strict=True):
+            torch.testing.assert_close(found, other)
+
+
+def test_an_ordinary_scale_is_the_first_or_that_of_logits_of_a_third_of_a_standard_deviation_and_grows():
+    first, width = torch.tensor([0.0, 3.0, 70.0]), 64
+    assert ordinary_scale(first, width**-0.5).tolist() == [8.0, 8.0, 70.0]
+    assert ordinary_scale(first, width**-0.5, 250).tolist() == [8.0, 8.0, 70.0]
+    assert ordinary_scale(first, width**-0.5, torch.tensor(375.0)).tolist() == pytest.approx([18, 18, 157.5], rel=1e-6)
+    for late in (2_000, 10**6):
+        assert ordinary_scale(first, width**-0.5, late).tolist() == [512.0, 512.0, 4480.0]
+    random = torch.Generator().manual_seed(0)
+    qk = QK(*(torch.randn(width, 256, generator=random) / 256**0.5 for _ in range(2)))  # a scale of about 64
+    x, y = torch.randn(2, 4000, 256, generator=random)
+    spread = (x @ qk.dense() * y).sum(1).std() / width**0.5
+    assert float(spread * (8 / qk.scale()).sqrt()) == pytest.approx(8**-0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("turning", [False, True])
+@pytest.mark.parametrize("centred", [False, True])
+def test_the_scale_that_tokens_meet_is_the_variance_of_what_a_head_compares(centred, turning):
+    """E[(q · k)²] of independent tokens, made by the norm and the projections themselves; what all keys share is left
+    out where nothing turns them, and where something does, it is the largest that turns can make it."""
+    random = torch.Generator().manual_seed(0)
+    width, tokens = 24, 200_000
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    norm = Norm(1 + 0.5 * draw(width), 0.0, centred=centred, bias=draw(width))
+    biases, qk = (draw(6), draw(6)), QK(draw(6, width), draw(6, width))
+    x = norm(draw(tokens, width))
+    q, k = (x @ w.T + b for w, b in zip((qk.w_q, qk.w_k), biases, strict=True))
+    k = k if turning else k - k.mean(0)
+    rope = Rope(torch.ones(2)) if turning else None  # of six coordinates, four turn
+    gram_q, gram_k = q.T @ q / tokens, k.T @ k / tokens
+    measured = largest_product(rope, gram_q, gram_k) if turning else (gram_q * gram_k).sum()
+    assert float(seen_scale(qk, norm, biases, rope)) == pytest.approx(float(measured), rel=0.02)
+    assert float(seen_scale(qk, None, (None, None))) == pytest.approx(float(qk.scale()))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("moves", [(True, True), (True, False), (False, True)])
+def test_what_is_within_the_limit_stays_and_the_rest_is_shrunk_to_it(moves, shared):
+    growth = torch.tensor([[0.5, 2.9, 3.0, 10.0, 1e6]])
+    f_q, f_k = within_limit(growth, moves=moves, shared=shared)
+    after = growth * f_q.square() * f_k.square()
+    assert (after <= 3 * (1 + 1e-6)).all()
+    if not shared or moves[0]:
+        torch.testing.assert_close(after, growth.clamp(max=3.0))
+    assert moves[0] or torch.equal(f_q, torch.ones_like(f_q))
+    assert moves[1] or torch.equal(f_k, torch.ones_like(f_k))
+    assert within_limit(growth, hold=0.0)[0].tolist() == [[1.0] * 5]  # lets go
+
+
+@pytest.mark.parametrize("positions", ["sines", "rotary"])
+def test_no_learning_rate_carries_a_scale_or_a_logit_beyond_its_limit(corpus, positions):
+    """The scale that tokens meet is at most three times the ordinary one; and as it is a squared Frobenius norm, and a
+    token that LayerNorm has divided is √D long, no logit differs from another of its query by more than twice
+    √(3 ordinary · D (D + 1) / K). Where positions are rotary the keys' common part counts as the queries' does, and the
+    scale is the largest at any distance."""
+    stack = stack_of("locater-auto", corpus, Member("wild", learning_rate=1.0, strength=3.0), positions=positions)
+    width, d = stack.config.model.head_width, stack.config.model.width
+    ordinary = ordinary_scale(stack.method.state()["first"][0, ..., 1].clone(), width**-0.5)  # (L, H)
+    rope = rope_of(stack.config.model, torch.device("cpu"))
+    most = (3 * ordinary * (d if rope is None else d + 1) * (d + 1) / width).sqrt()
+    reached = torch.zeros_like(most)
+    for step in range(10):
+        stack.advance()
+        values = stack.body(stack.segments["body"].value)
+        for layer, (q, k) in enumerate(seen(stack, step)):
+            at = f"layers.{layer}."
+            w_q, w_k, _ = values[at + "qkv.weight"][0].unflatten(0, (3, 2, -1)).unbind(0)
+            b_q, b_k, _ = values[at + "qkv.bias"][0].unflatten(0, (3, 2, -1)).unbind(0)
+            norm = Norm(values[at + "attention_norm.weight"][0], 0.0, True, values[at + "attention_norm.bias"][0])
+            scale = seen_scale(QK(w_q, w_k), norm, (b_q, b_k), rope)
+            assert (scale <= 3 * ordinary[layer] * (1 + 1e-4)).all()
+            logits = q @ k.mT / width**0.5
+            spread = (logits.amax(-1) - logits.amin(-1)).amax((0, 1, 3))  # over batch and queries, a head
+            assert (spread <= 2 * most[layer] * (1 + 1e-4)).all()
+            reached[layer] = torch.maximum(reached[layer], spread)
+    assert (reached > 0.1 * most).any()  # the limit is not far from where they went
+
+
+@pytest.mark.parametrize("positions", ["sines", "rotary"])
+def test_auto_holds_what_runs_away_without_it(corpus, positions):
+    wild = {"learning_rate": 0.1}
+    free = advanced(stack_of("none", corpus, Member("one", **wild), positions=positions), 40).measure()[0]
+    auto = Member("one", strength=3.0, **wild)
+    held = advanced(stack_of("locater-auto", corpus, auto, positions=positions), 40).measure()[0]
+    assert max(map(max, held["max_logit"])) < 0.5 * max(map(max, free["max_logit"]))
+
+
+# ---------------------------------------------------------------------- schedule
+
+
+def test_the_learning_rate_rises_to_what_it_is_and_falls_along_a_cosine(corpus):
+    stack = stack_of("none", corpus, steps=24)
+    factors = []
+    for step in range(24):
+        stack._clock.fill_(step)
+        factors.append(float(stack._schedule()))
+    assert factors[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert factors[13] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)
+    assert factors[23] == pytest.approx(0.1)
+
+
+def test_a_constant_rate_is_the_default(corpus):
+    stack = stack_of("none", corpus, warmup=0, final_rate=1.0)
+    stack._clock.fill_(17)
+    assert float(stack._schedule()) == 1.0
+
+
+def test_a_clipped_gradient_has_at_most_the_norm(corpus):
+    norms = []
+    for clip in (None, 1e-3):
+        stack = stack_of("none", corpus, clip=clip)
+        stack.forward_backward()
+        stack.update()
+        norms.append(math.sqrt(sum(float(s.gradient.square().sum()) for s in stack.segments.values())))
+    assert norms[0] > 0.1
+    assert norms[1] == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_methods_let_go_in_the_last_part_of_training(corpus):
+    stack = stack_of("locater-auto", corpus, steps=20, release=0.25)
+    holds = []
+    for step in range(20):
+        stack._clock.fill_(step)
+        holds.append(float(stack._hold()))
+    assert holds[:16] == pytest.approx([1.0] * 16)
+    assert holds[16:] == pytest.approx([0.8, 0.6, 0.4, 0.2])
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"method": "magic"}, "method must be one of none, qk-norm"),
+        ({"method": "qk-clip", "joint_qk": True}, "qk-clip acts on queries and keys apart"),
+        ({"method": "z-loss", "precision": "fp16"}, "train it in bf16 or fp32"),
+        ({"clip": 0.0}, "clip must be above 0"),
+        ({"clip": "much"}, "clip must be a finite number"),
+        ({"final_rate": 2.0}, "final_rate must be a number from 0 to 1"),
+        ({"release": -1}, "release must be a number from 0 to 1"),
+        ({"warmup": 1.5}, "warmup must be a whole number"),
+        ({"unit": "syllables"}, "unit must be one of words, bytes"),
+        ({"details": 1}, "details must be true or false"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes, words):
+    with pytest.raises(LocaterError, match=words):
+        CONFIG.changed(**changes)
+
+
+def test_a_members_strength_must_be_a_number():
+    with pytest.raises(LocaterError, match="strength must be a finite number that is not negative"):
+        replace(Member("one"), strength=math.nan)
