@@ -365,7 +365,7 @@ def test_a_file_that_is_no_earlier_measurement_is_refused(before, content, words
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
 def test_a_target_that_cannot_be_written_is_told_before_the_model_is_read(option, place, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("locater.cli.measure.read", None)
+    monkeypatch.setattr("locater.measure.reading.read", None)
     (tmp_path / "file").write_text("")
     assert run(place / "llama", "--text", place / "text.txt", option, tmp_path / "file" / "out") == 2
     assert "cannot write" in capsys.readouterr().err

@@ -15,12 +15,12 @@ from locater.cli import _terminal as terminal
 from locater.cli._terminal import JsonOption, RevisionOption
 from locater.errors import LocaterError
 from locater.io import read_file
-from locater.measure.reading import Reading, alarms_since, read
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from locater.measure import Alarm
+    from locater.measure.reading import Reading
 
 __all__ = ["measure_command"]
 
@@ -44,6 +44,8 @@ def measure_command(
     json_file: JsonOption = None,
 ) -> None:
     """Entropy, largest logit and ρ of every head of a model while it reads a text."""
+    from locater.measure.reading import alarms_since, read
+
     words = _text(text)
     _check_targets(plot, json_file)
     with terminal.progress("reading") as progress:
