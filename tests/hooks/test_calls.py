@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from locater import observe
 from locater.control import ZLoss
-from locater.hooks import Listener, listen, places
+from locater.hooks import Interceptor, attention_sites, intercept
 from own_attention import OwnAttention
 
 ROOMS = ("theory", "models", "measure", "control", "lab", "figures", "report", "explore")
@@ -67,8 +67,8 @@ def test_a_result_is_changed_by_those_who_change_and_by_nobody_else(changes):
 
         plain = output()
         with ExitStack() as undo:
-            wants = Listener(lambda _: True, lambda heard, result: told.append(heard) or 0 * result, changes=changes)
-            listen(places(model), wants, undo)
+            wants = Interceptor(lambda _: True, lambda heard, result: told.append(heard) or 0 * result, changes=changes)
+            intercept(attention_sites(model), wants, undo)
             assert torch.equal(output(), plain) is not changes
             assert told.pop().calls[0].q.shape == (2, 4, 6, 4)
         assert torch.equal(output(), plain)

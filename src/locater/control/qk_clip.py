@@ -25,7 +25,7 @@ from locater.control._dense import is_sharded
 from locater.control._parameters import held_by, scale_projection_
 from locater.control.method import Installed, Method
 from locater.errors import LocaterError
-from locater.hooks import Call, Heard, Listener, in_backward, listen, places, visible
+from locater.hooks import Call, Intercepted, Interceptor, attention_sites, in_backward, intercept, visible
 from locater.measure import attention_statistics
 from locater.models import Attention, attentions
 
@@ -66,12 +66,12 @@ class QKClip(Method):
         def wants(module: nn.Module) -> bool:
             return module.training and id(module) in by_module and not in_backward()
 
-        def tell(heard: Heard, result: Tensor) -> Tensor:
-            by_module[id(heard.module)].add(heard)
+        def tell(intercepted: Intercepted, result: Tensor) -> Tensor:
+            by_module[id(intercepted.module)].add(intercepted)
             return result
 
-        found = places(model)
-        listen(found, Listener(wants, tell), undo)
+        found = attention_sites(model)
+        intercept(found, Interceptor(wants, tell), undo)
         for place in found:
             if place.name in heads:
                 by_module[id(place.module)] = heads[place.name]
@@ -134,8 +134,8 @@ class _Heads:
         return cls(attention, (moves[0], moves[1]), largest, largest.clone())
 
     @torch.no_grad()
-    def add(self, heard: Heard) -> None:
-        for call in _products(heard, self.attention):
+    def add(self, intercepted: Intercepted) -> None:
+        for call in _products(intercepted, self.attention):
             statistics = attention_statistics(call.q, call.k, **call.options())
             top = statistics.max_logit.float()  # (B, H, Tq)
             if call.real is not None:
@@ -160,15 +160,15 @@ class _Heads:
             scale_projection_(key, gamma.amin(1, keepdim=True), bias=True)
 
 
-def _products(heard: Heard, attention: Attention) -> list[Call]:
+def _products(intercepted: Intercepted, attention: Attention) -> list[Call]:
     """The calls with nothing but q·k in their logits; masks become what is visible."""
-    calls = [call for one in heard.calls if (call := one.without_empty()) is not None]
-    if heard.logits is None:
+    calls = [call for one in intercepted.calls if (call := one.without_empty()) is not None]
+    if intercepted.logits is None:
         return [_bare(call, call.q, call.k, call.scale) for call in calls]
-    call = heard.calls[0]
+    call = intercepted.calls[0]
     b, h, tq, tk = call.sizes
-    if heard.product is not None:
-        q, k = (x.detach() for x in heard.product)
+    if intercepted.product is not None:
+        q, k = (x.detach() for x in intercepted.product)
         q, k = (x.reshape(b, -1, *x.shape[-2:]) for x in (q, k))
         if q.shape[1:3] == (h, tq) and k.shape[2] == tk and h % k.shape[1] == 0 and q.shape[3] == k.shape[3]:
             whole = _bare(call, q, k, attention.scale).without_empty()

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from locater.control.method import Installed, Method
 from locater.errors import LocaterError
-from locater.hooks import Place, Tap, implementation_of, interface_place, reads_attribute, tap
+from locater.hooks import AttentionSite, Patch, implementation_of, interface_site, patch, reads_attribute
 from locater.models.families import generic
 from locater.models.registry import family
 
@@ -49,7 +49,7 @@ class Softcap(Method):
                 setattr(module, _OWN, self.cap)
                 undo.callback(setattr, module, _OWN, None)
                 continue
-            eager = [tap(*where) for implementation, *where in place.functions() if implementation == "eager"]
+            eager = [patch(*where) for implementation, *where in place.functions() if implementation == "eager"]
             for one in eager:
                 one.replace(module, capped_attention, undo)
             hook = _HandOn(self.cap, eager)
@@ -57,11 +57,11 @@ class Softcap(Method):
         return Installed([place.module for place in found])
 
 
-def _capable(model: nn.Module) -> list[Place]:
+def _capable(model: nn.Module) -> list[AttentionSite]:
     """The attention modules of the model, if all of them can take a cap."""
     found = []
     for name, module in model.named_modules():
-        place = interface_place(name, module)
+        place = interface_site(name, module)
         if place is not None:
             _check_path(name, module)
             own = getattr(module, _OWN, None) if reads_attribute(module, _OWN) else None
@@ -98,7 +98,7 @@ class _HandOn:
     A copy of the model shares it, and is capped as long as the model is.
     """
 
-    def __init__(self, cap: float, eager: list[Tap]) -> None:
+    def __init__(self, cap: float, eager: list[Patch]) -> None:
         self._cap, self._eager = cap, eager
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

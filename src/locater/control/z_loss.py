@@ -20,7 +20,7 @@ from locater.control._logsumexp import logsumexp
 from locater.control._numbers import checked_strength
 from locater.control.method import Installed, Method
 from locater.errors import LocaterError
-from locater.hooks import Heard, Listener, listen, places
+from locater.hooks import Intercepted, Interceptor, attention_sites, intercept
 
 __all__ = ["ZLoss"]
 
@@ -56,16 +56,16 @@ class ZLoss(Method):
         def wants(module: nn.Module) -> bool:
             return module.training and torch.is_grad_enabled()
 
-        def tell(heard: Heard, result: Tensor) -> Tensor:
-            mean = _mean_square(heard) if result.requires_grad else None
+        def tell(intercepted: Intercepted, result: Tensor) -> Tensor:
+            mean = _mean_square(intercepted) if result.requires_grad else None
             if mean is None:
                 return result
-            latest[names[id(heard.module)]] = mean.detach()
+            latest[names[id(intercepted.module)]] = mean.detach()
             carried: Tensor = _WithPenalty.apply(result, self.strength * mean, self.loss_scale)  # type: ignore[no-untyped-call]
             return carried
 
-        found = places(model)
-        listen(found, Listener(wants, tell), undo)
+        found = attention_sites(model)
+        intercept(found, Interceptor(wants, tell), undo)
         names.update({id(place.module): place.name for place in found})
 
         def measure() -> dict[str, float]:
@@ -75,13 +75,13 @@ class ZLoss(Method):
         return Installed([place.module for place in found], measure=measure)
 
 
-def _mean_square(heard: Heard) -> Tensor | None:
+def _mean_square(intercepted: Intercepted) -> Tensor | None:
     """Over heads and the queries that are no padding."""
     total, count = [], []
-    for call in heard.calls:
-        if heard.logits is not None:  # the module has them all anyway
-            wide = torch.promote_types(heard.logits.dtype, torch.float32)
-            lse, kept = heard.logits.to(wide).logsumexp(-1), call
+    for call in intercepted.calls:
+        if intercepted.logits is not None:  # the module has them all anyway
+            wide = torch.promote_types(intercepted.logits.dtype, torch.float32)
+            lse, kept = intercepted.logits.to(wide).logsumexp(-1), call
         else:
             whole = call.without_empty()
             if whole is None:

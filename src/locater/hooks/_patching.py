@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from locater.hooks._compiling import untraced
 
-__all__ = ["Tap", "tap"]
+__all__ = ["Patch", "patch"]
 
 Owner: TypeAlias = MutableMapping[str, Any] | type
 Arguments: TypeAlias = Mapping[str, Any]
@@ -20,10 +20,10 @@ Hear: TypeAlias = Callable[[Any, Callable[[], Arguments], Any], Any]
 """Told of a call once it is done: the module, what gives its arguments by name, and its result."""
 
 _lock = threading.RLock()
-_taps: dict[tuple[int, str], Tap] = {}
+_taps: dict[tuple[int, str], Patch] = {}
 
 
-def tap(owner: Owner, name: str, original: Callable[..., Any]) -> Tap:
+def patch(owner: Owner, name: str, original: Callable[..., Any]) -> Patch:
     """Ours at `owner[name]` (`owner.name` of a class), there now or from now on.
 
     `original` is what a call does: `owner` itself need not hold the name, as where a local table shadows a global one.
@@ -31,11 +31,11 @@ def tap(owner: Owner, name: str, original: Callable[..., Any]) -> Tap:
     with _lock:
         found = _taps.get((id(owner), name))
         if found is None or not found.in_place():
-            found = _taps[id(owner), name] = Tap(owner, name, original)
+            found = _taps[id(owner), name] = Patch(owner, name, original)
         return found
 
 
-class Tap:
+class Patch:
     """A function in its place, and who has a say in its calls, by module: the first argument of each.
 
     The last to leave restores the owner, in whatever order they come and go. A module that is no more has left.

@@ -26,14 +26,14 @@ from torch.overrides import (
 from locater.hooks import _calls
 from locater.hooks._calls import Call
 from locater.hooks._compiling import untraced
-from locater.hooks._patching import tap
-from locater.hooks._sites import Place
+from locater.hooks._patching import patch
+from locater.hooks._sites import AttentionSite
 
-__all__ = ["Heard", "Listener", "hidden_states", "in_backward", "listen"]
+__all__ = ["Intercepted", "Interceptor", "hidden_states", "in_backward", "intercept"]
 
 
 @dataclass(frozen=True)
-class Heard:
+class Intercepted:
     """One attention call of a module, or several that were packed into one. Its tensors have their graph."""
 
     module: nn.Module
@@ -44,13 +44,13 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Listener:
+class Interceptor:
     """Who hears of attention, and whether it `changes` it."""
 
     wants: Callable[[nn.Module], bool]
     """Asked once a call whether it is to be told of it: reading one may wait for the device."""
 
-    tell: Callable[[Heard, Tensor], Tensor | None]
+    tell: Callable[[Intercepted, Tensor], Tensor | None]
     """Told of the call and its result: outputs, or probabilities where `logits` are.
 
     Gives the result that takes its place. None: this softmax was not the attention, and a later one may be.
@@ -60,7 +60,7 @@ class Listener:
     """If not, results stay, whatever it gives; and torch.compile leaves it alone, it tells as the code runs."""
 
 
-def listen(places: Iterable[Place], listener: Listener, undo: ExitStack) -> None:
+def intercept(places: Iterable[AttentionSite], listener: Interceptor, undo: ExitStack) -> None:
     """Lets `listener` hear every attention call of the modules, until undone."""
     for place in places:
         module = place.module
@@ -73,9 +73,9 @@ def listen(places: Iterable[Place], listener: Listener, undo: ExitStack) -> None
         for implementation, *where in place.functions():
             hear = functools.partial(_told, listener, place.cross, implementation)
             if listener.changes:
-                tap(*where).change(module, hear, undo)
+                patch(*where).change(module, hear, undo)
             else:
-                tap(*where).observe(module, torch.no_grad()(hear), undo)
+                patch(*where).observe(module, torch.no_grad()(hear), undo)
 
 
 def in_backward() -> bool:
@@ -90,7 +90,7 @@ def hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | 
 
 
 def _told(
-    listener: Listener,
+    listener: Interceptor,
     cross: bool,
     implementation: str,
     module: nn.Module,
@@ -102,10 +102,10 @@ def _told(
     if implementation == "multihead":
         assert isinstance(module, nn.MultiheadAttention)
         call, states = _calls.of_multihead(module, arguments())
-        heard = Heard(module, [call], states)
+        heard = Intercepted(module, [call], states)
     else:
-        heard = Heard(module, _calls.of_interface(implementation, arguments(), cross=cross))
-    return (listener.tell(heard, result[0]), *result[1:])
+        heard = Intercepted(module, _calls.of_interface(implementation, arguments(), cross=cross))
+    return (listener.tell(intercepted, result[0]), *result[1:])
 
 
 # ---------------------------------------------------------------------- modules that compute by themselves
@@ -117,7 +117,7 @@ _PRODUCTS = ("matmul", "bmm", "baddbmm")
 class _Overhearing:
     """The hooks around a module's forward, between which torch's functions are overheard."""
 
-    def __init__(self, module: nn.Module, listener: Listener, cross: bool) -> None:
+    def __init__(self, module: nn.Module, listener: Interceptor, cross: bool) -> None:
         self._key = id(module)
         self._listener, self._cross = listener, cross
 
@@ -145,7 +145,7 @@ class _Ears(TorchFunctionMode):
     """Hears the first softmax over (B, H, Tq, Tk), or scaled_dot_product_attention, and the product before it."""
 
     def __init__(
-        self, hooks: _Overhearing, module: nn.Module, listener: Listener, cross: bool, states: Tensor | None
+        self, hooks: _Overhearing, module: nn.Module, listener: Interceptor, cross: bool, states: Tensor | None
     ) -> None:
         super().__init__()
         self.hooks = hooks
@@ -191,7 +191,7 @@ class _Ears(TorchFunctionMode):
         else:
             call = _calls.of_sdpa(self._module, args, kwargs)
         product = None if logits is None else self._product
-        told = self._listener.tell(Heard(self._module, [call], states, logits, product), result)
+        told = self._listener.tell(Intercepted(self._module, [call], states, logits, product), result)
         self._done = told is not None
         return result if told is None else told
 

@@ -17,7 +17,15 @@ from locater.models import attentions
 from locater.models.families import generic
 from locater.models.registry import family
 
-__all__ = ["Place", "Stacked", "Tell", "implementation_of", "interface_place", "places", "reads_attribute"]
+__all__ = [
+    "AttentionSite",
+    "Stacked",
+    "Tell",
+    "attention_sites",
+    "implementation_of",
+    "interface_site",
+    "reads_attribute",
+]
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 HEARD = {"softmax", "Softmax", "scaled_dot_product_attention"}
@@ -53,7 +61,7 @@ class Stacked(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class AttentionSite:
     """An attention module of the model, and how it can be listened to."""
 
     name: str
@@ -89,12 +97,12 @@ class Place:
                 yield name, table._local_mapping, name, table[name]
 
 
-def places(model: nn.Module | Stacked, layers: Sequence[int] | None = None) -> list[Place]:
+def attention_sites(model: nn.Module | Stacked, layers: Sequence[int] | None = None) -> list[AttentionSite]:
     """The attention modules of these layers (all), in the model's order; LocaterError if one cannot be observed."""
     if isinstance(model, Stacked):
         names = tuple(member.name for member in model.members)
         stacked = [
-            Place(name, model, layer, "self", "told", members=names if len(names) > 1 else ())
+            AttentionSite(name, model, layer, "self", "told", members=names if len(names) > 1 else ())
             for layer, name in enumerate(model.attention_modules)
         ]
         return _of_layers(stacked, layers)
@@ -119,14 +127,14 @@ def places(model: nn.Module | Stacked, layers: Sequence[int] | None = None) -> l
     found = []
     for name, (module, way) in inner.items():
         layer, kind = known.get(name) or (_layer(name), _kind(name))
-        found.append(Place(plain_name(name), module, layer, kind, way, around.get(id(module))))
+        found.append(AttentionSite(plain_name(name), module, layer, kind, way, around.get(id(module))))
     chosen = _of_layers(found, layers)
     for place in chosen:
         _check(place, is_compiled=id(place.module) in compiled)
     return chosen
 
 
-def _of_layers(found: list[Place], layers: Sequence[int] | None) -> list[Place]:
+def _of_layers(found: list[AttentionSite], layers: Sequence[int] | None) -> list[AttentionSite]:
     if layers is None:
         return found
     there = {place.layer for place in found}
@@ -162,9 +170,9 @@ def _uses_interface(module: nn.Module) -> bool:
     return function is not None and TABLE in function.__code__.co_names and TABLE in function.__globals__
 
 
-def interface_place(name: str, module: nn.Module) -> Place | None:
+def interface_site(name: str, module: nn.Module) -> AttentionSite | None:
     """The place of a module that looks its function up in the table, whether or not it can be listened to."""
-    return Place(name, module, 0, "self", "interface") if _uses_interface(module) else None
+    return AttentionSite(name, module, 0, "self", "interface") if _uses_interface(module) else None
 
 
 def reads_attribute(module: nn.Module, attribute: str) -> bool:
@@ -199,7 +207,7 @@ def implementation_of(module: nn.Module) -> str:
     return str(getattr(getattr(module, "config", None), "_attn_implementation", None) or "eager")
 
 
-def _check(place: Place, *, is_compiled: bool) -> None:
+def _check(place: AttentionSite, *, is_compiled: bool) -> None:
     why_not = {"interface": _why_not_interface, "torch": _why_not_torch, "multihead": _why_not_multihead}[place.way]
     reason, kind = why_not(place.module), type(place.module).__name__
     if reason is None and is_compiled and place.way != "interface":

@@ -7,20 +7,20 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from locater.hooks import Call, Place
+from locater.hooks import AttentionSite, Call
 from locater.measure._moments import Moments
 from locater.measure._tally import HeadTally, TokenTally
 
 __all__ = ["Keep", "Watch"]
 
-Keep: TypeAlias = Callable[[Place, Sequence[Call], Tensor | None], None]
+Keep: TypeAlias = Callable[[AttentionSite, Sequence[Call], Tensor | None], None]
 """Also told of each measured call, with the hidden states that entered the module."""
 
 
 class Watch:
     """One module, what is kept of it, and what is known of the call in progress."""
 
-    def __init__(self, place: Place, keep: Keep | None = None, covariances: int | None = None) -> None:
+    def __init__(self, place: AttentionSite, keep: Keep | None = None, covariances: int | None = None) -> None:
         self.place, self.keep = place, keep
         self._covariances = covariances
         self.reset()

@@ -23,19 +23,19 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.hooks import (
     HOW,
-    Heard,
-    Listener,
+    Intercepted,
+    Interceptor,
     Stacked,
     Tell,
+    attention_sites,
     has_compiled,
     hidden_states,
     in_backward,
-    listen,
+    intercept,
     of_multihead,
     of_stack,
-    places,
+    patch,
     plain_name,
-    tap,
     untraced,
 )
 from locater.measure._moments import Covariances
@@ -105,7 +105,7 @@ class Observation:
             raise LocaterError(f"covariances must be how many tokens of each sequence they are of, got {covariances!r}")
         self._queries = (-1,) if queries is None else tuple(int(query) for query in queries)
         self._model, self._every = model, every
-        found = places(model, layers)
+        found = attention_sites(model, layers)
         # those of a stack have no module of their own
         self._watches = {p.layer if p.way == "told" else id(p.module): Watch(p, keep, covariances) for p in found}
         self._listening: dict[int, Watch] = {}  # the same, while hooks are to act
@@ -221,7 +221,7 @@ class Observation:
             undo.callback(model.register_forward_hook(untraced(self._forward_ends), always_call=True).remove)
         entered, left = untraced(self._entered), untraced(self._left)
         found = [watch.place for watch in self._watches.values()]
-        listen(found, Listener(self._wants, self._heard, changes=False), undo)
+        intercept(found, Interceptor(self._wants, self._heard, changes=False), undo)
         for place in found:
             if place.way == "interface":
                 undo.callback(place.module.register_forward_pre_hook(entered, with_kwargs=True).remove)
@@ -229,7 +229,7 @@ class Observation:
                 undo.callback(place.module.register_forward_hook(left, always_call=True).remove)
             if place.encoder_layer is not None:
                 kind = nn.TransformerEncoderLayer
-                around = tap(kind, "forward", vars(kind)["forward"])
+                around = patch(kind, "forward", vars(kind)["forward"])
                 around.observe(place.encoder_layer, self._encoder_layer_called, undo)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Observation:
@@ -288,13 +288,13 @@ class Observation:
             watch.states = None
         return watch.awaited
 
-    def _heard(self, heard: Heard, result: Tensor) -> Tensor | None:
-        watch = self._listening[id(heard.module)]
-        if not _fits(heard):
+    def _heard(self, intercepted: Intercepted, result: Tensor) -> Tensor | None:
+        watch = self._listening[id(intercepted.module)]
+        if not _fits(intercepted):
             return None
-        if heard.states is not None:
-            watch.states = heard.states.detach()
-        calls = [call.detached() for call in heard.calls]
+        if intercepted.states is not None:
+            watch.states = intercepted.states.detach()
+        calls = [call.detached() for call in intercepted.calls]
         if watch.place.cross and self._depth:  # where the padding of queries does not show in the call
             calls = [call.with_padding(self._decoder_mask) for call in calls]
         watch.awaited = False
@@ -335,7 +335,7 @@ class Observation:
         self._listening = {}  # code compiled meanwhile may keep the hooks
 
     def _warn_if_deaf(self) -> None:
-        """If the model ran, or may have run in compiled code, and no attention was heard."""
+        """If the model ran, or may have run in compiled code, and no attention was intercepted."""
         watches = self._watches.values()
         unnoticed = has_compiled() and any(watch.place.way in ("torch", "multihead") for watch in watches)
         if (self._ran or unnoticed) and not any(watch.heard for watch in watches):
@@ -347,9 +347,9 @@ class Observation:
             )
 
 
-def _fits(heard: Heard) -> bool:
+def _fits(intercepted: Intercepted) -> bool:
     """Whether logits can be those of the tokens that entered."""
-    states, logits = heard.states, heard.logits
+    states, logits = intercepted.states, intercepted.logits
     if logits is None or states is None or states.ndim != 3:
         return True
     return (logits.shape[0], logits.shape[2]) == states.shape[:2]

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater.hooks import Call, Place
+from locater.hooks import AttentionSite, Call
 from locater.measure._moments import Moments
 from locater.measure.observe import Observation
 from locater.models import Attention, attentions
@@ -68,7 +68,7 @@ def predict(
     """
     kept: dict[str, _Kept] = {}
 
-    def keep(place: Place, calls: Sequence[Call], states: Tensor | None) -> None:
+    def keep(place: AttentionSite, calls: Sequence[Call], states: Tensor | None) -> None:
         kept.setdefault(place.name, _Kept(place.name, place.layer)).add(calls, states)
 
     seen = Observation(model, 1, layers, None, keep=keep)
