@@ -102,9 +102,9 @@ def _told(
     if implementation == "multihead":
         assert isinstance(module, nn.MultiheadAttention)
         call, states = _calls.of_multihead(module, arguments())
-        heard = Intercepted(module, [call], states)
+        intercepted = Intercepted(module, [call], states)
     else:
-        heard = Intercepted(module, _calls.of_interface(implementation, arguments(), cross=cross))
+        intercepted = Intercepted(module, _calls.of_interface(implementation, arguments(), cross=cross))
     return (listener.tell(intercepted, result[0]), *result[1:])
 
 
