@@ -233,40 +233,6 @@ def test_minilm_as_transformers_reads_it_and_as_locater_does():
     assert_same_table(table, scan(live))
 
 
-# ---------------------------------------------------------------- lazy
-
-
-def test_only_query_key_and_norm_tensors_are_read(tmp_path, monkeypatch):
-    import safetensors
-
-    build("llama").save_pretrained(tmp_path)
-    read = []
-    original = safetensors.safe_open
-
-    class Spy:
-        def __init__(self, *args, **kwargs):
-            self.inner = original(*args, **kwargs)
-
-        def __enter__(self):
-            self.handle = self.inner.__enter__()
-            return self
-
-        def __exit__(self, *args):
-            return self.inner.__exit__(*args)
-
-        def keys(self):
-            return self.handle.keys()
-
-        def get_tensor(self, name):
-            read.append(name)
-            return self.handle.get_tensor(name)
-
-    monkeypatch.setattr(safetensors, "safe_open", Spy)
-    scan(tmp_path)
-    assert read
-    assert all(name.endswith(("q_proj.weight", "k_proj.weight", "input_layernorm.weight")) for name in read)
-
-
 # ---------------------------------------------------------------- new families, and refusals
 
 

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from locater.cli import _terminal as terminal
 from locater.cli._terminal import JsonOption, RevisionOption
 from locater.errors import LocaterError
-from locater.io import nulled, writable_folder, write_file
+from locater.io import writable_folder, write_file
 
 __all__ = ["scan_command"]
 
@@ -33,7 +33,8 @@ def scan_command(
     json_file: JsonOption = None,
 ) -> None:
     """The query-key spectrum of every head of a model, the largest logits first."""
-    from locater.models import scan, spectra
+    from locater.figures import draw_scan
+    from locater.models import Scan, scan
     from locater.models.checkpoint import open_checkpoint
 
     if plot is not None:
@@ -42,23 +43,17 @@ def scan_command(
         if target is not None and not target.parent.is_dir():
             raise LocaterError(f"cannot write {target}: there is no folder {target.parent}")
     checkpoint = open_checkpoint(model, revision=revision)
-    options: dict[str, Any] = {"offset": offset, "average_offsets": average_offsets, "fold_norm": fold_norm}
+    options: dict[str, Any] = {"offset": offset, "average_offsets": average_offsets}
+    options |= {"fold_norm": fold_norm, "tokens": tokens}
     with terminal.progress("scanning"):
-        table = scan(checkpoint, tokens=tokens, **options)
-        eigenvalues: dict[str, Any] = {}  # by module (heads, d_head), complex
-        if plot is not None or json_file is not None:
-            eigenvalues = {
-                each.attention.module: each.eigenvalues().cpu().numpy() for each in spectra(checkpoint, **options)
-            }
-        written = [] if plot is None else _plot_scan(table, eigenvalues, model, plot)
+        with_eigenvalues = plot is not None or json_file is not None  # they take longer than the rest
+        made = Scan.of(checkpoint, name=model, **options) if with_eigenvalues else None
+        table = scan(checkpoint, **options) if made is None else made.table
+        written = draw_scan(made, plot) if made and plot else []
     if csv is not None:
         write_file(csv, table.to_csv(index=False).encode())
-    if json_file is not None:
-        rows = nulled(table.to_dict("records"))
-        pairs = {module: _pairs(values) for module, values in eigenvalues.items()}
-        terminal.write_json(
-            json_file, {"model": model, **options, "tokens": tokens, "heads": rows, "eigenvalues": pairs}
-        )
+    if made and json_file is not None:
+        terminal.write_json(json_file, made.to_json())
     if json_file == "-":
         return
     counts = table["regime"].value_counts()
@@ -78,20 +73,3 @@ def scan_command(
     console.print(terminal.table(records, "", box=SIMPLE_HEAD))
     for path in written:
         print(path)
-
-
-def _pairs(eigenvalues: Any) -> list[list[list[float]]]:
-    """Heads × eigenvalues × real and imaginary part, in six digits, which a picture or a quantile do not exhaust."""
-    return [[[float(f"{w.real:.6g}"), float(f"{w.imag:.6g}")] for w in head] for head in eigenvalues.tolist()]
-
-
-def _plot_scan(table: Any, eigenvalues: dict[str, Any], model: str, folder: Path) -> list[Path]:
-    """Maps of all heads, eigenvalues of at most twelve modules spread over the model."""
-    from locater.figures import draw_scan
-
-    first = table.drop_duplicates("module").to_dict("records")
-    chosen = {round(k * (len(first) - 1) / min(11, max(1, len(first) - 1))) for k in range(min(12, len(first)))}
-    shown = [
-        (f"{row['kind']} {row['layer']}", eigenvalues[row["module"]]) for i, row in enumerate(first) if i in chosen
-    ]
-    return draw_scan(table, shown, "/".join(Path(model).parts[-2:]), folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from locater.figures._paper import Drawing, Progress
     from locater.measure.reading import Reading
+    from locater.models import Scan
 
 __all__ = ["FIGURES", "FROM_RUNS", "draw", "draw_arena", "draw_measure", "draw_run", "draw_scan"]
 
@@ -80,13 +81,13 @@ def draw_arena(models: pd.DataFrame, title: str, unit: str, out: str | Path) -> 
     return [write_file(folder / name, content) for name, content in files.items()]
 
 
-def draw_scan(table: pd.DataFrame, eigenvalues: Sequence[tuple[str, Any]], title: str, out: str | Path) -> list[Path]:
-    """Writes scan-maps and scan-eigenvalues, as PNG and SVG, into the folder `out`."""
-    from locater.figures import scan
+def draw_scan(scan: Scan, out: str | Path) -> list[Path]:
+    """Writes scan-maps and, if the scan has them, scan-eigenvalues, as PNG and SVG, into the folder `out`."""
+    from locater.figures.scan import clouds, maps
 
     folder = writable_folder(Path(out))
     with style():
-        drawn = {"scan-maps": scan.maps(table, title), "scan-eigenvalues": scan.clouds(eigenvalues, title)}
+        drawn = {"scan-maps": maps(scan)} | ({"scan-eigenvalues": clouds(scan)} if scan.eigenvalues else {})
         contents = {f"{name}.{kind}": data for name, fig in drawn.items() for kind, data in pictures(fig).items()}
     return [write_file(folder / name, content) for name, content in contents.items()]
 

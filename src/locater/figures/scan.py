@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +11,8 @@ from matplotlib.ticker import MaxNLocator
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from locater.models import Scan
 
 __all__ = ["clouds", "maps"]
 
@@ -25,13 +26,14 @@ _MAPS = (
 )
 
 
-def maps(table: pd.DataFrame, title: str) -> Figure:
+def maps(scan: Scan) -> Figure:
     """Six quantities of a scan, a row of each map a layer, a column a head."""
+    table = scan.table
     modules = list(dict.fromkeys(table["module"]))
     heads = int(table["head"].max()) + 1
     row = table["module"].map({name: index for index, name in enumerate(modules)}).to_numpy()
     figure = Figure(figsize=(9.6, min(14.0, 2.4 + 0.24 * len(modules))), layout="constrained")
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(scan.title, fontsize=10)
     axes = figure.subplots(2, 3)
     for ax, (name, label, colours, kind) in zip(axes.flat, _MAPS, strict=True):
         grid = np.full((len(modules), heads), np.nan)
@@ -62,23 +64,25 @@ def _layers(ax: Axes, table: pd.DataFrame, modules: list[str]) -> None:
     ax.spines[:].set_visible(False)
 
 
-def clouds(eigenvalues: Sequence[tuple[str, Any]], title: str) -> Figure:
-    """The eigenvalues of W_QK in the complex plane, a panel a module, a colour a head."""
-    columns = min(4, len(eigenvalues))
-    rows = -(-len(eigenvalues) // columns)
+def clouds(scan: Scan) -> Figure:
+    """Eigenvalues of W_QK in the complex plane: a panel a module, at most 12 of them, a colour a head."""
+    modules = scan.table.drop_duplicates("module")
+    chosen = modules.iloc[np.unique(np.linspace(0, len(modules) - 1, 12).round().astype(int))]
+    columns = min(4, len(chosen))
+    rows = -(-len(chosen) // columns)
     figure = Figure(figsize=(2.4 * columns + 0.4, 2.3 * rows + 0.4), layout="constrained")
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(scan.title, fontsize=10)
     axes = figure.subplots(rows, columns, squeeze=False)
-    for ax in axes.flat[len(eigenvalues) :]:
+    for ax in axes.flat[len(chosen) :]:
         ax.set_visible(False)
-    for ax, (name, values) in zip(axes.flat, eigenvalues, strict=False):
-        for head, cloud in enumerate(np.asarray(values)):
+    for ax, row in zip(axes.flat, chosen.to_dict("records"), strict=False):
+        for head, cloud in enumerate(scan.eigenvalues[row["module"]]):
             colour = f"C{head % 10}"
             ax.plot(cloud.real, cloud.imag, ".", color=colour, markersize=2.5, alpha=0.6, markeredgewidth=0)
             ax.plot(cloud.real.mean(), 0, "|", color=colour, markersize=8)
         ax.axhline(0, color="0.8", linewidth=0.6, zorder=0)
         ax.axvline(0, color="0.8", linewidth=0.6, zorder=0)
-        ax.set_title(name, fontsize=8)
+        ax.set_title(f"{row['kind']} {row['layer']}", fontsize=8)
     for ax in axes[-1]:
         ax.set_xlabel(r"Re $w$")
     for ax in axes[:, 0]:

@@ -3,7 +3,7 @@
 from locater.models.attention import Alibi, Attention, Norm, Projection, RelativeBias, Rope
 from locater.models.covariance import covariances
 from locater.models.registry import Site, attentions, register
-from locater.models.scan import Spectra, scan, spectra
+from locater.models.scan import Scan, Spectra, scan, spectra
 
 __all__ = [
     "Alibi",
@@ -12,6 +12,7 @@ __all__ = [
     "Projection",
     "RelativeBias",
     "Rope",
+    "Scan",
     "Site",
     "Spectra",
     "attentions",

@@ -1,4 +1,4 @@
-"""scan: the query-key spectrum of every head of a model, live or on disk, as a table."""
+"""scan: the query-key spectrum of every head of a model, live or on disk, as a table; Scan: the same as a file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
+from locater.io import nulled
 from locater.models.attention import Attention
 from locater.models.registry import attentions
 from locater.qk import QK
@@ -23,7 +25,27 @@ if TYPE_CHECKING:
 
     from locater.models.checkpoint import Checkpoint
 
-__all__ = ["Spectra", "scan", "spectra"]
+__all__ = ["Scan", "Spectra", "scan", "spectra"]
+
+# what a file of a scan holds: type, the words for it, names
+_ASKED: tuple[tuple[Any, str, str], ...] = (
+    (str, "text", "model"),
+    (int | float, "a number", "offset"),
+    (int | None, "a whole number or null", "average_offsets"),
+    (bool, "true or false", "fold_norm"),
+    (int, "a whole number", "tokens"),
+)
+_ROW: tuple[tuple[Any, str, str], ...] = (
+    (str, "text", "module kind regime"),
+    (int, "a whole number", "layer head key_head d_head d_model"),
+    (bool, "true or false", "rope qk_norm"),
+    (
+        int | float | None,
+        "a number or null",
+        "logit_scale trace scale trace_square xi eta r eigenvalue_mean eigenvalue_variance spectral_norm "
+        "effective_rank symmetric_share rho_first rho_middle rho_last softcap",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -123,16 +145,117 @@ def scan(
     the shape of ρ; rope, qk_norm, softcap. With QK-norm the logits do not grow with W_QK: regime is then that of the
     raw weights.
     """
+    found = spectra(
+        model_or_path, offset=offset, average_offsets=average_offsets, fold_norm=fold_norm, covariance=covariance
+    )
+    return _table(found, tokens, lambda each: None if progress is None else progress(each.attention))
+
+
+@dataclass(frozen=True, eq=False)
+class Scan:
+    """What `locater scan --json` writes: the table, the eigenvalues of every head, and how they were asked for."""
+
+    table: pd.DataFrame  # as `scan` returns it
+    eigenvalues: dict[str, NDArray[np.complex128]]  # by module (heads, d_head); empty if a file has none
+    model: str
+    offset: float
+    average_offsets: int | None
+    fold_norm: bool
+    tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        model_or_path: nn.Module | str | Path | Checkpoint,
+        *,
+        name: str | None = None,
+        offset: float = 0.0,
+        average_offsets: int | None = None,
+        fold_norm: bool = False,
+        tokens: int = 64,
+    ) -> Scan:
+        """Reads every weight once; the arguments are those of `scan`, and `name` is what the file calls the model."""
+        if name is None:
+            name = str(model_or_path) if isinstance(model_or_path, str | Path) else type(model_or_path).__name__
+        eigenvalues: dict[str, NDArray[np.complex128]] = {}
+
+        def keep(each: Spectra) -> None:
+            eigenvalues[each.attention.module] = each.eigenvalues().cpu().numpy()
+
+        found = spectra(model_or_path, offset=offset, average_offsets=average_offsets, fold_norm=fold_norm)
+        return cls(_table(found, tokens, keep), eigenvalues, name, offset, average_offsets, fold_norm, tokens)
+
+    @property
+    def title(self) -> str:
+        """The last two parts of the model's name."""
+        return "/".join(Path(self.model).parts[-2:])
+
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` reads. Eigenvalues are pairs of six digits, enough for a picture or a quantile."""
+        pairs = {
+            module: [[[float(f"{w.real:.6g}"), float(f"{w.imag:.6g}")] for w in head] for head in values.tolist()]
+            for module, values in self.eigenvalues.items()
+        }
+        asked = {name: getattr(self, name) for _, _, name in _ASKED}
+        return {**asked, "heads": nulled(self.table.to_dict("records")), "eigenvalues": pairs}
+
+    @staticmethod
+    def recognises(value: Any) -> bool:
+        """Whether a JSON value is meant to be a scan, valid or not: the first of its heads has a trace and a scale."""
+        heads = value.get("heads") if isinstance(value, Mapping) else None
+        first = heads[0] if isinstance(heads, list) and heads else None
+        return isinstance(first, Mapping) and {"trace", "scale"} <= first.keys()
+
+    @classmethod
+    def from_json(cls, value: Any) -> Scan:
+        """What `to_json` gave; files of the first versions have no eigenvalues."""
+        import pandas as pd
+
+        if not cls.recognises(value):
+            raise LocaterError("this is no scan: its heads must be a list of rows with a trace and a scale each")
+        _check(value, _ASKED, "the scan")
+        for number, row in enumerate(value["heads"], start=1):
+            _check(row, _ROW, f"row {number}")
+        table = pd.DataFrame(value["heads"])
+        expected = table.groupby("module").cumcount()
+        for number in np.flatnonzero(table["head"] != expected).tolist():
+            raise LocaterError(f"head of row {number + 1} must be {expected[number]}, got {table['head'][number]}")
+        eigenvalues = _read_eigenvalues(value.get("eigenvalues"), table)
+        return cls(table, eigenvalues, **{name: value[name] for _, _, name in _ASKED})
+
+
+def _check(values: Any, kinds: tuple[tuple[Any, str, str], ...], where: str) -> None:
+    for kind, words, names in kinds:
+        for name in names.split():
+            if not isinstance(values, Mapping) or name not in values:
+                raise LocaterError(f"{where} has no {name}; scan the model again")
+            value = values[name]
+            if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
+                raise LocaterError(f"{name} of {where} must be {words}, got {value!r:.60}")
+
+
+def _read_eigenvalues(value: Any, table: pd.DataFrame) -> dict[str, NDArray[np.complex128]]:
+    made = {}
+    for module, heads in table["module"].value_counts(sort=False).items() if value else ():
+        try:
+            pairs = np.asarray(value[module], dtype=float)  # (heads, d_head, 2)
+        except (LookupError, TypeError, ValueError, OverflowError):
+            pairs = np.empty(0)
+        if pairs.ndim != 3 or pairs.shape[::2] != (heads, 2):
+            raise LocaterError(f"eigenvalues of {module} must be pairs of numbers, in lists for each of {heads} heads")
+        made[str(module)] = pairs.view(np.complex128)[..., 0]
+    return made
+
+
+def _table(found: Iterable[Spectra], tokens: int, watch: Callable[[Spectra], None]) -> pd.DataFrame:
+    """The rows of all modules; `watch` sees each module once it is done."""
     import pandas as pd
 
     process = TokenProcess.random_walk(tokens)
     frames = []
-    for spectrum in spectra(
-        model_or_path, offset=offset, average_offsets=average_offsets, fold_norm=fold_norm, covariance=covariance
-    ):
+    for spectrum in found:
         frames.append(pd.DataFrame(_rows(spectrum, process)))
-        if progress is not None:
-            progress(spectrum.attention)
+        watch(spectrum)
     return pd.concat(frames, ignore_index=True)
 
 

@@ -96,6 +96,7 @@ def write_scan(file, modules=3, heads=4, width=8, model="organisation/model", na
             "module": names[m], "kind": "self", "layer": m, "head": h, "key_head": h, "d_head": width, "d_model": 64,
             "logit_scale": width**-0.5, "trace": 100.0 * m + h, "scale": float(rng.uniform(1, 2)), "trace_square": 1.0,
             "xi": float(rng.normal()), "eta": float(rng.uniform(1, 100)), "r": float(rng.normal()),
+            "eigenvalue_mean": 0.1, "eigenvalue_variance": 0.2,
             "spectral_norm": float(rng.uniform(1, 3)), "effective_rank": float(rng.uniform(2, width)),
             "symmetric_share": 0.5, "regime": "late" if h % 2 else "early", "rho_first": 0.1, "rho_middle": 0.2,
             "rho_last": 0.3, "rope": True, "qk_norm": False, "softcap": None,

@@ -10,6 +10,7 @@ from typing import Any
 
 from locater.errors import LocaterError, reason
 from locater.io import parse_json, parse_json_lines, read_file, read_json, unpacked
+from locater.models import Scan
 
 __all__ = ["Found", "collect", "metrics_lines", "read_lines"]
 
@@ -148,21 +149,24 @@ def _file(path: Path) -> Found:
 def _kind(value: Any) -> str | None:
     if not isinstance(value, dict):
         return None
-    heads = value.get("heads")
-    if isinstance(heads, list) and heads and all(isinstance(head, dict) for head in heads):
-        if "trace" in heads[0] and "scale" in heads[0]:
-            return "scan"
-        if "entropy" in heads[0] and "max_logit" in heads[0]:
-            return "measurement"
-    if isinstance(value.get("spectra"), list) and value["spectra"] and isinstance(value["spectra"][0], dict):
+    if Scan.recognises(value):
+        return "scan"
+    heads = _rows(value, "heads")
+    if heads and {"entropy", "max_logit"} <= heads[0].keys():
+        return "measurement"
+    if _rows(value, "spectra"):
         return "prediction"
     if isinstance(value.get("config"), dict) and ("groups" in value or "members" in value):
         return "run"
-    for key, beside in (("claims", "runs"), ("members", "folder")):
-        rows = value.get(key)
-        if beside in value and isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
-            return "claims" if key == "claims" else "summary"
+    for kind, key, beside in (("claims", "claims", "runs"), ("summary", "members", "folder")):
+        if beside in value and _rows(value, key):
+            return kind
     return None
+
+
+def _rows(value: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    rows = value.get(key)
+    return rows if isinstance(rows, list) and all(isinstance(row, dict) for row in rows) else []
 
 
 def _lines(path: Path, rows: list[dict[str, Any]], notes: tuple[str, ...]) -> Found:

@@ -21,7 +21,7 @@ def prediction_section(found: Found, _: float) -> dict[str, Any]:
         notes.append(f"the first {_MOST} of {len(rows)} spectra are shown")
     made = []
     for index, row in enumerate(rows[:_MOST]):
-        curves = row.get("rho") if isinstance(row, dict) else None
+        curves = row.get("rho")
         if not isinstance(curves, dict):
             raise LocaterError(f"cannot show {found.path}: its spectrum {index + 1} has no ρ")
         gaps = row.get("largest_gap")

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from locater.errors import LocaterError
+from locater.models import Scan
 from locater.pages.report._find import Found
-from locater.pages.report._numbers import array, chosen, number, packed, rounded, word
+from locater.pages.report._numbers import chosen, number, packed, rounded, word
 
 __all__ = ["grid_of", "modules_of", "scan_section"]
 
@@ -22,25 +23,26 @@ _EIGENVALUES = 400_000  # in one page, at full detail
 
 
 def scan_section(found: Found, detail: float) -> dict[str, Any]:
-    content = found.content
-    rows = content["heads"]
-    model = word(content.get("model")) or found.path.name
+    try:
+        scan = Scan.from_json(found.content)
+    except LocaterError as error:
+        raise LocaterError(f"cannot show {found.path}: {error}") from error
+    table, rows = scan.table, found.content["heads"]
     modules, place = modules_of(rows)
+    regimes = sorted({word(name) for name in table["regime"]} - {""})
     notes = list(found.notes)
-    regimes = sorted({word(row.get("regime")) for row in rows} - {""})
-    columns = {name: [number(row.get(name)) for row in rows] for name in _COLUMNS if any(name in row for row in rows)}
     return {
         "kind": "scan",
-        "title": "/".join(Path(model).parts[-2:]) or model,
+        "title": word(scan.title) or found.path.name,
         "source": str(found.path),
-        "facts": _facts(content, rows, modules, regimes),
+        "facts": _facts(scan, len(modules)),
         "notes": notes,
         "modules": modules,
         "grid": grid_of(rows, place, found.path),
-        "columns": {name: rounded(values) for name, values in columns.items()},
+        "columns": {name: rounded(table[name].to_numpy(dtype=float)) for name in _COLUMNS},
         "regimes": regimes,
-        "regime": [regimes.index(name) if (name := word(row.get("regime"))) in regimes else None for row in rows],
-        "eigenvalues": _eigenvalues(content.get("eigenvalues"), modules, len(rows), found.path, detail, notes),
+        "regime": [regimes.index(word(name)) if name else None for name in table["regime"]],
+        "eigenvalues": _eigenvalues(scan, modules, detail, notes),
     }
 
 
@@ -75,56 +77,37 @@ def grid_of(rows: Sequence[Mapping[str, Any]], place: Mapping[str, int], path: P
     return {"module": [place[word(row.get("module"))] for row in rows], "head": heads}
 
 
-def _facts(
-    content: Mapping[str, Any], rows: Sequence[Any], modules: Sequence[Any], regimes: Sequence[str]
-) -> list[list[str]]:
-    counts = [(sum(word(row.get("regime")) == name for row in rows), name) for name in regimes]
-    facts = [["heads", f"{len(rows):,} in {len(modules)} attention modules"]]
-    widths = sorted(
-        {
-            (int(a), int(b))
-            for row in rows
-            if (a := number(row.get("d_model"))) == a and (b := number(row.get("d_head"))) == b
-        }
-    )
+def _facts(scan: Scan, modules: int) -> list[list[str]]:
+    table = scan.table
+    facts = [["heads", f"{len(table):,} in {modules} attention modules"]]
+    widths = table[["d_model", "d_head"]].drop_duplicates().to_numpy()
     if len(widths) == 1:
-        facts.append(["widths", f"d_model {widths[0][0]:,}, d_head {widths[0][1]}"])
-    facts.append(["shape of ρ", ", ".join(f"{count} {name}" for count, name in sorted(counts, reverse=True))])
-    if any(row.get("rope") for row in rows):
-        average, offset = number(content.get("average_offsets")), number(content.get("offset"))
-        facts.append(["RoPE", f"averaged over {average:.0f} offsets" if average == average else f"offset {offset:g}"])
-    facts.append(["norm", "folded in" if content.get("fold_norm") else "not folded in"])
+        facts.append(["widths", "d_model {:,}, d_head {}".format(*widths[0])])
+    counts = sorted(((count, word(name)) for name, count in table["regime"].value_counts().items()), reverse=True)
+    facts.append(["shape of ρ", ", ".join(f"{count} {name}" for count, name in counts)])
+    if table["rope"].any():
+        one = scan.average_offsets is None
+        facts.append(["RoPE", f"offset {scan.offset:g}" if one else f"averaged over {scan.average_offsets} offsets"])
+    facts.append(["norm", "folded in" if scan.fold_norm else "not folded in"])
     return facts
 
 
-def _eigenvalues(
-    value: Any, modules: Sequence[Mapping[str, Any]], heads: int, path: Path, detail: float, notes: list[str]
-) -> list[Any] | None:
+def _eigenvalues(scan: Scan, modules: Sequence[Mapping[str, Any]], detail: float, notes: list[str]) -> list[Any] | None:
     """By module (heads, eigenvalues, 2), packed; None for the page where a file has none."""
-    if not isinstance(value, Mapping) or not value:
+    if not scan.eigenvalues:
         notes.append("no eigenvalues in this file: scan again with --json of this version to see clouds")
         return None
-    most = max(8, int(_EIGENVALUES * detail / max(1, heads)))
-    made: list[Any] = []
-    thinned = 0
-    for module in modules:
-        pairs = value.get(module["name"])
-        if pairs is None:
-            made.append(None)
-            continue
-        cloud = array(pairs, 3, f"eigenvalues of {module['name']} in {path}")
-        if cloud.shape[-1] != 2:
-            raise LocaterError(f"eigenvalues of {module['name']} in {path} must be pairs")
-        cloud = _upper_first(cloud)
-        kept = chosen(cloud.shape[1], most)
-        thinned = max(thinned, cloud.shape[1] if len(kept) < cloud.shape[1] else 0)
-        made.append(packed(cloud[:, kept]))
-    if thinned:
-        notes.append(f"clouds show {most} of the {thinned} eigenvalues of a head")
+    most = max(8, int(_EIGENVALUES * detail / len(scan.table)))
+    clouds = {word(name): values for name, values in scan.eigenvalues.items()}
+    made = [packed(_largest_first(clouds[module["name"]], most)) for module in modules]
+    longest = max(values.shape[1] for values in clouds.values())
+    if longest > most:
+        notes.append(f"clouds show {most} of the {longest} eigenvalues of a head")
     return made
 
 
-def _upper_first(cloud: Any) -> Any:
-    """Sorted by size, so that thinning keeps the whole range."""
-    size = np.hypot(cloud[..., 0], cloud[..., 1])
-    return np.take_along_axis(cloud, np.argsort(-np.nan_to_num(size), axis=1, kind="stable")[..., None], axis=1)
+def _largest_first(cloud: Any, most: int) -> Any:
+    """At most so many of each head, over the whole range of sizes. (heads, K) complex → (heads, most, 2)"""
+    order = np.argsort(-np.nan_to_num(np.abs(cloud)), axis=1, kind="stable")
+    kept = np.take_along_axis(cloud, order[:, chosen(cloud.shape[1], most)], axis=1)
+    return np.stack([kept.real, kept.imag], axis=-1)
