@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from locater.errors import LocaterError
 from locater.figures._paper import BLACK, BLUE, Drawing, Progress
 from locater.io import nulled
-from locater.lab.claims.series import FIGURE_OF, Array, Sweep, read_sweep, stripes
+from locater.lab.claims.series import FIGURE_OF, Sweep, kappa_name, read_sweep
+from locater.lab.claims.statistics import Array, stripes
 
 __all__ = ["curves", "figure", "propagation", "sweep_for"]
 
@@ -54,7 +55,7 @@ def curves(sweep: Sweep) -> Drawing:
     looks = _looks(sweep.kappas)
     lines: dict[str, Any] = {}
     for kappa in _drawing_order(sweep.kappas):
-        line = lines[_key(kappa)] = _line(sweep, kappa)
+        line = lines[kappa_name(kappa)] = _line(sweep, kappa)
         panels = zip(axes.flat, [*PANELS, PANELS[-1]], strict=False)
         for ax, (_, quantity, _) in panels:
             if len(line["seeds"]) > 1:
@@ -81,7 +82,7 @@ def propagation(sweep: Sweep, kappa: float | None = None) -> Drawing:
     """ρ over training and positions, with LocAteR (the strongest unless given) above no LocAteR.
 
     Under each map stands ρ's spread over positions beside the one sampling makes of a smooth profile; `stripes` of
-    locater.lab.claims.series says how, and what contrast is.
+    locater.lab.claims.statistics says how, and what contrast is.
     """
     strongest = max((each for each in sweep.kappas if each is not None), default=None) if kappa is None else kappa
     shown = [each for each in dict.fromkeys((strongest, None)) if each in sweep.kappas]
@@ -117,7 +118,7 @@ def propagation(sweep: Sweep, kappa: float | None = None) -> Drawing:
         )
         below.set_title(f"beyond sampling, second half: {found.contrast:.3f}", loc="right", fontsize=8, pad=3)
         below.set_ylabel("spread")
-        data[_key(each)] = {
+        data[kappa_name(each)] = {
             "steps": steps,
             "rho": values.mean(1),
             "spread": found.spread,
@@ -125,7 +126,9 @@ def propagation(sweep: Sweep, kappa: float | None = None) -> Drawing:
             "contrast": found.contrast,
             "chance": found.chance,
         }
-    top = 1.15 * max(float(np.nanmax(data[_key(each)][name])) for each in shown for name in ("spread", "sampling"))
+    top = 1.15 * max(
+        float(np.nanmax(data[kappa_name(each)][name])) for each in shown for name in ("spread", "sampling")
+    )
     for below in axes[1::2]:
         below.set_ylim(0, top or 1.0)
     axes[-1].set_xlabel(label)
@@ -253,10 +256,6 @@ def _label(kappa: float | None) -> str:
     power = round(np.log10(kappa)) if kappa > 0 else 0
     round_power = kappa > 0 and np.isclose(kappa, 10.0**power) and power not in (0, 1)
     return rf"$\kappa_2 = 10^{{{power}}}$" if round_power else rf"$\kappa_2 = {kappa:g}$"
-
-
-def _key(kappa: float | None) -> str:
-    return "none" if kappa is None else f"{kappa:g}"
 
 
 def _model(sweep: Sweep) -> dict[str, Any]:

@@ -6,13 +6,11 @@ import json
 
 import numpy as np
 import pytest
-from scipy.stats import spearmanr
 from test_lab_figures import PAPER, Synthetic, records, synthetic_run
 
 from locater import LocaterError
-from locater.lab.claims import claims, claims_markdown, claims_table, seed_spread
-from locater.lab.claims.series import broken_line, read_sweep, stripes
-from locater.lab.claims.verdicts import _rank_correlation
+from locater.lab.claims import claims, claims_markdown, seed_spread
+from locater.lab.claims.series import read_sweep
 
 TRACE = "LocAteR holds tr W_QK"
 SCALE = "the stronger κ₂, the smaller the eigenspectrum scale"
@@ -98,7 +96,7 @@ def test_seeds_that_disagree_cannot_tell(verdicts, claim):
     assert found.evidence["seeds"] == 3
 
 
-def test_one_seed_alone_cannot_tell(verdicts):
+def test_one_seed_without_noise_cannot_tell(verdicts):
     for claim in TRENDS:
         assert verdicts["one seed"](claim).verdict == "cannot tell"
     assert "1 seed, and no noise to compare with" in verdicts["one seed"](BEST).measured
@@ -110,9 +108,9 @@ def test_one_seed_tells_what_exceeds_the_noise_measured_elsewhere(folders):
     spread = seed_spread(folders["true"])
     assert set(spread) == {"scale", "entropy", "best perplexity", "last perplexity"}
     assert 0 < spread["best perplexity"] < 0.01
-    told = judged(folders["one seed"], spread)
+    judge = judged(folders["one seed"], spread)
     for claim in TRENDS:
-        assert told(claim).verdict == "reproduced"
+        assert judge(claim).verdict == "reproduced"
     # κ₂ = 1 betters the perplexity by 2% by construction
     assert judged(folders["one seed"], 0.05)(BEST).verdict == "cannot tell"
     with pytest.raises(LocaterError, match="one seed only"):
@@ -122,7 +120,7 @@ def test_one_seed_tells_what_exceeds_the_noise_measured_elsewhere(folders):
 def test_a_bump_on_the_way_breaks_a_trend_and_a_small_one_does_not(folders, tmp_path):
     bump = changed(folders["true"], tmp_path / "bump", times("scale", "k0.1-", 1.3))
     assert judged(bump)(SCALE).verdict == "not reproduced"
-    # 1% of the scale is told by the seeds, but is less than a tenth of the change from κ₂ = 0 to 1
+    # 1% of the scale is more than the spread of the seeds, but is less than a tenth of the change from κ₂ = 0 to 1
     small = judged(changed(folders["true"], tmp_path / "small", times("scale", "k0.001-", 1.01)))(SCALE)
     assert small.evidence["steps_told"][0] == 1
     assert small.verdict == "reproduced"
@@ -196,7 +194,7 @@ def test_members_are_compared_at_the_steps_they_share(folders, tmp_path):
     assert judged(folder)(SCALE).evidence["step"] == max(r["step"] for r in kept if r["member"] == "k1-s0")
 
 
-def test_a_diverged_member_is_not_told(folders, tmp_path):
+def test_a_diverged_member_leaves_it_open(folders, tmp_path):
     def diverge(record):
         hit = record["member"] == "k1-s1" and record["step"] > 30_000
         return record | ({"perplexity": float("nan"), "scale": [[float("inf")]]} if hit else {})
@@ -222,85 +220,6 @@ def test_a_bend_that_moves_with_the_window_is_no_phase(verdicts):
         assert false[quantity]["bend_first_half"] < 0.7 * false[quantity]["bend"]
 
 
-def test_the_bent_line_is_the_best_of_all_least_squares_fits():
-    rng = np.random.default_rng(0)
-    steps = np.arange(1, 31) * 500
-    series = np.stack([rng.normal(size=30).cumsum(), np.abs(steps - 6000.0), 3.0 - 2e-4 * steps])
-    bend, removed = broken_line(steps, series)
-
-    def residual(columns, y):
-        design = np.stack(columns, axis=-1)
-        return ((y - design @ np.linalg.lstsq(design, y, rcond=None)[0]) ** 2).sum()
-
-    line = [np.ones(30), steps / 15_000]
-    for y, b, r in zip(series[:2], bend, removed, strict=False):
-        best = min((residual([*line, np.maximum(steps - at, 0) / 15_000], y), at) for at in steps[2:-2])
-        assert b == best[1]
-        assert r == pytest.approx(1 - best[0] / residual(line, y), abs=1e-9)
-    assert bend[1] == 6000
-    assert removed[2] == 0  # a straight line leaves nothing to remove
-
-
-def counted(rho, blocks, records=20, seed=0):
-    """ρ as counted in the same blocks at every record: (records, 1, T)."""
-    shares = (np.random.default_rng(seed).random((blocks, len(rho))) < rho).mean(0)
-    return np.arange(records), np.broadcast_to(shares, (records, 1, len(rho)))
-
-
-def test_sampling_and_slopes_are_no_stripes():
-    smooth = 0.5 + np.linspace(-0.3, 0.2, 64) - 0.2 * np.linspace(-1, 1, 64) ** 2
-    smooth[-1] = 0.99  # the query's own position does not count
-    chances = []
-    for seed in range(40):
-        steps, rho = counted(smooth, 256, seed=seed)
-        found = stripes(steps, rho, 256)
-        chances.append(found.chance)
-        assert found.contrast < 0.02
-        np.testing.assert_allclose(found.spread, found.sampling, rtol=0.35)  # four standard errors of a χ² with 60
-    # 40 uniform numbers: mean within four standard errors of ½
-    assert abs(np.mean(chances) - 0.5) < 4 * np.sqrt(1 / 12 / 40)
-
-
-def test_contrast_is_the_standard_deviation_of_the_stripes_whatever_the_number_of_blocks():
-    bumps = 0.1 * np.sign(np.random.default_rng(1).normal(size=64))
-    bumps -= bumps.mean()
-    for blocks in (32, 256, 4096):
-        found = [stripes(*counted(0.5 + bumps, blocks, seed=seed), blocks).contrast for seed in range(20)]
-        # 3 of 63 degrees of freedom went with the parabola
-        assert np.mean(found) == pytest.approx(0.1, rel=0.08)
-
-
-def test_flicker_is_no_stripe():
-    steps = np.arange(200)
-    rho = 0.5 + 0.1 * np.random.default_rng(2).normal(size=(200, 1, 64))
-    found = stripes(steps, np.clip(rho, 0, 1), 256)
-    assert found.spread.mean() > 0.08
-    assert found.contrast < 0.01
-
-
-def test_stripes_of_different_heads_do_not_cancel():
-    bumps = 0.1 * np.sign(np.random.default_rng(1).normal(size=64))
-    steps, one = counted(0.5 + bumps, 4096)
-    _, other = counted(0.5 - bumps, 4096, seed=1)
-    alone, both = stripes(steps, one, 4096), stripes(steps, np.concatenate([one, other], axis=1), 4096)
-    assert both.contrast == pytest.approx(alone.contrast, rel=0.05)
-
-
-def test_certain_stripes_are_stripes():
-    steps, rho = counted(np.tile([0.0, 1.0], 32), 256)
-    found = stripes(steps, rho, 256)
-    assert found.contrast == pytest.approx(0.5, rel=0.05)
-    assert found.chance == 0
-
-
-def test_rank_correlation_is_spearmans():
-    rng = np.random.default_rng(3)
-    for _ in range(5):
-        x, y = rng.integers(0, 6, size=12).astype(float), rng.normal(size=12)
-        assert _rank_correlation(x, y) == pytest.approx(spearmanr(x, y).statistic)
-    assert np.isnan(_rank_correlation(np.ones(4), np.arange(4.0)))
-
-
 def test_a_sweep_differs_in_strength_and_seed_only(tmp_path):
     folder = synthetic_run(tmp_path / "run", kappas=(None, 1.0), seeds=(0,), records=4)
     value = json.loads((folder / "run.json").read_text())
@@ -315,9 +234,7 @@ def test_a_sweep_differs_in_strength_and_seed_only(tmp_path):
 
 
 def test_the_page_has_a_row_a_claim(folders):
-    made, table, page = claims(folders["true"]), claims_table(folders["true"]), claims_markdown(folders["true"])
-    assert list(table.columns) == ["claim", "where", "measured", "verdict", "seeds"]
-    assert table["claim"].tolist() == [claim.statement for claim in made]
+    made, page = claims(folders["true"]), claims_markdown(folders["true"])
     rows = page.splitlines()[2:]
     assert len(rows) == len(made)
     for row, claim in zip(rows, made, strict=True):

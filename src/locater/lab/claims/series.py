@@ -1,22 +1,22 @@
-"""The records of a sweep as arrays: a line a member, on one grid of steps; and what is read off such lines."""
+"""The records of a sweep as arrays: a line a member, on one grid of steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from locater.errors import LocaterError
+from locater.lab.claims.statistics import Array, relative_change
 from locater.lab.config import Config, Member
 from locater.lab.runs.records import Run, read_metrics, read_runs
 
-__all__ = ["FIGURE_OF", "Array", "Stripes", "Sweep", "broken_line", "read_sweep", "stripes"]
-
-Array: TypeAlias = NDArray[np.float64]
+__all__ = ["FIGURE_OF", "Sweep", "kappa_name", "read_sweep", "seed_spread"]
 
 FIGURE_OF = {(128, 1): 6, (32, 1): 8, (32, 3): 9, (32, 6): 10, (128, 3): 11, (128, 6): 12}
 """The paper's figure of a model's width and layers."""
@@ -30,7 +30,7 @@ class Sweep:
     members: tuple[Member, ...]  # E: no LocAteR first, then κ₂ rising, then seeds
     steps: NDArray[np.int64]  # N
     recorded: NDArray[np.bool_]  # (E, N)
-    values: dict[str, Array]  # trace, trace_gap, scale, entropy, perplexity, rank_residual: (E, N), means over heads
+    values: dict[str, Array]  # by _QUANTITIES: (E, N), means over heads
     rho: Array  # (E, N, heads of all layers, T)
 
     @property
@@ -52,66 +52,102 @@ class Sweep:
         """At evenly spaced steps: the early records 1, 2, 4, … would outweigh the rest of training."""
         return self.at((self.steps > 0) & (self.steps % self.config.record_every == 0))
 
+    def shared(self) -> Sweep:
+        """At the steps every member has recorded."""
+        columns = np.all(self.recorded, axis=0)
+        if not columns.any():
+            raise LocaterError("the members of this sweep have no recorded step in common; let it go on")
+        return self.at(columns)
+
+    def summaries(self) -> dict[str, Array]:
+        """One number a member, (E,), of each quantity that strengths are compared by."""
+        perplexity = self.values["perplexity"]
+        return {
+            "scale": self.values["scale"][:, -1],
+            "entropy": self.values["entropy"][:, -1],
+            "best perplexity": np.where(np.isnan(perplexity), np.inf, perplexity).min(-1),
+            "last perplexity": perplexity[:, -1],
+        }
+
+
+def kappa_name(kappa: float | None) -> str:
+    return "none" if kappa is None else f"{kappa:g}"
+
+
+def seed_spread(folder: str | Path) -> dict[str, float]:
+    """How far a relative difference between two strengths varies from seed to seed, at most: `noise` for one seed."""
+    sweep = read_sweep(folder).shared()
+    spreads: dict[str, float] = {}
+    for name, values in sweep.summaries().items():
+        ranges = []
+        for strengths in pairwise(map(sweep.of, sweep.kappas)):
+            seeds = sorted(set.intersection(*map(set, strengths)))
+            if len(seeds) > 1:
+                weaker, stronger = (values[[of_seed[seed] for seed in seeds]] for of_seed in strengths)
+                ranges.append(float(np.ptp(relative_change(weaker, stronger))))
+        if not ranges:
+            raise LocaterError(f"{folder} has one seed only; the spread between seeds needs two or more")
+        spreads[name] = max(ranges)
+    return spreads
+
 
 def read_sweep(folder: str | Path, model: tuple[int, int] | None = None) -> Sweep:
     """The members read as the figures' and those without LocAteR, from runs of one configuration.
 
     `model` is a width and a number of layers: runs of others in the folder are passed over.
     """
-    runs = read_runs(Path(folder))
-    if model is not None:
-        there = sorted({(run.config.model.width, run.config.model.layers) for run in runs})
-        runs = [run for run in runs if (run.config.model.width, run.config.model.layers) == model]
-        if not runs:
-            raise LocaterError(
-                f"this needs a sweep of {_shape(*model)} (locater sweep paper-d{model[0]}-l{model[1]}), "
-                f"but {folder} holds {' and '.join(_shape(*each) for each in there)}"
-            )
-    if any(_compared(run.config) != _compared(runs[0].config) for run in runs):
-        raise LocaterError(f"the runs in {folder} differ in more than their members; give the folder of one sweep")
+    runs = _comparable_runs(folder, model)
     chosen = _chosen(folder, runs)
     config = runs[0].config.changed(
         steps=max(run.config.steps for run in runs),
         probe_blocks=runs[0].about.get("probed", runs[0].config.probe_blocks),  # a short text has fewer
     )
-    records = {
-        (run.folder, record["member"], record["step"]): record
-        for run in runs
-        for record in read_metrics(run.folder).to_dict("records")
-    }
-    steps = sorted({step for _, _, step in records})
-    heads, tokens = config.model.layers * config.model.heads, config.model.tokens
-    shape = len(chosen), len(steps)
-    recorded = np.zeros(shape, dtype=bool)
-    values = {name: np.full(shape, np.nan) for name in _QUANTITIES}
-    rho = np.full((*shape, heads, tokens), np.nan)
-    for row, (run, member) in enumerate(chosen):
-        for column, step in enumerate(steps):
-            record = records.get((run.folder, member.name, step))
-            if record is None:
-                continue
-            recorded[row, column] = True
-            for name, measure in _QUANTITIES.items():
-                values[name][row, column] = measure(record, member)
-            measured = _numbers(record, "rho")
-            if measured.size == heads * tokens:
-                rho[row, column] = measured.reshape(heads, tokens)
+    records = [(run.folder, each) for run in runs for each in read_metrics(run.folder).to_dict("records")]
+    steps = sorted({record["step"] for _, record in records})
+    shape, heads = (len(chosen), len(steps)), (config.model.layers * config.model.heads, config.model.tokens)
+    recorded, rho = np.zeros(shape, dtype=bool), np.full((*shape, *heads), np.nan)
+    values = np.full((len(_QUANTITIES), *shape), np.nan)
+    row_of = {(run.folder, member.name): row for row, (run, member) in enumerate(chosen)}
     members = tuple(member for _, member in chosen)
-    return Sweep(config, members, np.array(steps, dtype=np.int64), recorded, values, rho)
+    for run_folder, record in records:
+        if (row := row_of.get((run_folder, record["member"]))) is None:
+            continue
+        at = row, steps.index(record["step"])
+        recorded[at], values[:, *at] = True, _measured(record, members[row])
+        measured = _numbers(record, "rho")
+        if measured.size == np.prod(heads):
+            rho[at] = measured.reshape(heads)
+    named = dict(zip(_QUANTITIES, values, strict=True))
+    return Sweep(config, members, np.array(steps, dtype=np.int64), recorded, named, rho)
+
+
+def _comparable_runs(folder: str | Path, model: tuple[int, int] | None) -> list[Run]:
+    runs = read_runs(Path(folder))
+    if model is not None:
+        shapes = [(run.config.model.width, run.config.model.layers) for run in runs]
+        runs = [run for run, shape in zip(runs, shapes, strict=True) if shape == model]
+        if not runs:
+            raise LocaterError(
+                f"this needs a sweep of {_shape(*model)} (locater sweep paper-d{model[0]}-l{model[1]}), "
+                f"but {folder} holds {' and '.join(_shape(*each) for each in sorted(set(shapes)))}"
+            )
+    if any(_compared(run.config) != _compared(runs[0].config) for run in runs):
+        raise LocaterError(f"the runs in {folder} differ in more than their members; give the folder of one sweep")
+    return runs
 
 
 def _numbers(record: Mapping[Any, Any], name: str) -> Array:
     return np.asarray(record.get(name), dtype=float)  # a missing one is NaN
 
 
-_QUANTITIES: dict[str, Callable[[Mapping[Any, Any], Member], float]] = {
-    "trace": lambda record, _: float(_numbers(record, "trace").mean()),
-    "trace_gap": lambda record, member: float(np.abs(_numbers(record, "trace") - member.target).mean()),
-    "scale": lambda record, _: float(_numbers(record, "scale").mean()),
-    "entropy": lambda record, _: float(_numbers(record, "entropy").mean()),
-    "perplexity": lambda record, _: float(_numbers(record, "perplexity")),
-    "rank_residual": lambda record, _: float(_numbers(record, "rank_residual").reshape(-1)[-1]),
-}
+_QUANTITIES = ("trace", "trace_gap", "scale", "entropy", "perplexity", "rank_residual")
+
+
+def _measured(record: Mapping[Any, Any], member: Member) -> tuple[Any, ...]:
+    trace, scale, entropy = (_numbers(record, name) for name in ("trace", "scale", "entropy"))
+    perplexity, residual = _numbers(record, "perplexity"), _numbers(record, "rank_residual")
+    gap = np.abs(trace - member.target)
+    return trace.mean(), gap.mean(), scale.mean(), entropy.mean(), perplexity, residual.flat[-1]
 
 
 def _chosen(folder: str | Path, runs: Sequence[Run]) -> list[tuple[Run, Member]]:
@@ -147,65 +183,3 @@ def _compared(config: Config) -> Config:
 
 def _shape(width: int, layers: int) -> str:
     return f"d = {width}, {layers} layer{'s' if layers > 1 else ''}"
-
-
-@dataclass(frozen=True)
-class Stripes:
-    """How far ρ over positions is from a smooth profile, and how far sampling alone would put it."""
-
-    spread: Array  # (N,) standard deviation over positions, at each record
-    sampling: Array  # (N,) the one expected of a smooth profile, from the number of blocks
-    contrast: float  # of the profile that lasts: √(spread² − sampling²) of the mean over the second half
-    excess: float  # its spread² over sampling²; 1 if there are no stripes
-    chance: float  # of such an excess without stripes
-
-
-def stripes(steps: NDArray[Any], rho: Array, blocks: int) -> Stripes:
-    """The stripes of Fig. 7 in ρ (records, heads, T), each record counted in the same `blocks` blocks.
-
-    From each profile over positions the best parabola is taken away: a slope or a bulge, which any spectrum gives, is
-    no stripe. The query's own position is left out: a token meets itself there, whatever the weights. What remains is
-    ρ's `spread`. Counting in n blocks makes one of √(ρ(1−ρ)/(n−1)), `sampling`, out of nothing; and as the blocks are
-    the same at every record, chance draws stripes that last as well. So lasting is no evidence, only a spread beyond
-    sampling is: `contrast` is that of the mean profile over the second half of training (flicker averages out), less
-    sampling (which does not). Heads are averaged after squaring, so that stripes of different heads do not cancel.
-    """
-    from scipy.stats import chi2
-
-    free = rho[..., :-1]  # (N, heads, T − 1)
-    x = np.linspace(-1, 1, free.shape[-1])
-    q = np.linalg.qr(np.stack([np.ones_like(x), x, x**2], axis=-1))[0]
-    rest = free - free @ q @ q.T
-    freedom = max(1, len(x) - 3)
-    noise = (free * (1 - free)).mean((1, 2)) / max(1, blocks - 1)  # (N,)
-    late = steps >= steps[-1] / 2
-    lasting, by_chance = float((rest[late].mean(0) ** 2).sum(-1).mean() / freedom), float(noise[late].mean())
-    certain = np.inf if lasting > 1e-12 else 1.0  # where each ρ is 0 or 1, sampling has no part; 1e-12 is rounding
-    excess = lasting / by_chance if by_chance > 0 else certain
-    together = freedom * rho.shape[1]
-    return Stripes(
-        spread=np.sqrt((rest**2).sum(-1).mean(-1) / freedom),
-        sampling=np.sqrt(noise),
-        contrast=float(np.sqrt(np.maximum(0.0, lasting - by_chance))),
-        excess=excess,
-        chance=float(chi2.sf(excess * together, together)),
-    )
-
-
-def broken_line(steps: NDArray[Any], series: Array) -> tuple[Array, Array]:
-    """Least squares with a line that bends once, for each row of `series` (M, N).
-
-    Gives the step of the bend and the share of the straight line's squared residuals it removes.
-    """
-    t = np.asarray(steps, dtype=float) / float(steps[-1])
-    bends = t[2:-2]
-    line = np.broadcast_to(np.stack([np.ones_like(t), t], axis=-1), (len(bends), len(t), 2))
-    bent = np.concatenate([line, np.maximum(t - bends[:, None], 0)[..., None]], axis=-1)  # (bends, N, 3)
-    y = series - series.mean(-1, keepdims=True)
-    whole = (y**2).sum(-1)  # (M,)
-    straight = whole - ((y @ np.linalg.qr(line[0])[0]) ** 2).sum(-1)
-    broken = whole - ((y @ np.linalg.qr(bent)[0]) ** 2).sum(-1)  # (bends, M)
-    best = broken.argmin(0)
-    floor = 1e-12 * whole  # below it, rounding; a straight line has nothing to remove
-    left = np.maximum(broken.min(0), 0) / np.where(straight > floor, straight, 1)
-    return np.asarray(steps, dtype=float)[2:-2][best], np.where(straight > floor, 1 - left, 0.0)

@@ -14,48 +14,36 @@ Verdicts are three words: reproduced, not reproduced, cannot tell. What makes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from locater.io import nulled
-from locater.lab.claims._comparing import (
-    Noise,
-    UndecidedError,
-    comparable,
-    kappa_name,
-    noise_for,
-    paired,
-    relative,
-    seed_spread,
-    summaries,
-    told_apart,
-)
-from locater.lab.claims.series import FIGURE_OF, Array, Sweep, broken_line, read_sweep, stripes
+from locater.lab.claims.series import FIGURE_OF, Sweep, kappa_name, read_sweep
+from locater.lab.claims.statistics import minimum, phases, rank_correlations, sign_of_difference, stripes, trend
 
-if TYPE_CHECKING:
-    import pandas as pd
+__all__ = ["PAPER_KAPPAS", "Claim", "claims", "claims_markdown"]
 
-__all__ = ["PAPER_KAPPAS", "Claim", "claims", "claims_markdown", "claims_table", "seed_spread"]
-
+Noise: TypeAlias = Mapping[str, float] | float | None  # the relative spread between seeds, of each quantity or of all
 Finding: TypeAlias = tuple[str, str, dict[str, Any]]  # measured, verdict, evidence
 
 PAPER_KAPPAS = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
 REPRODUCED, NOT_REPRODUCED, CANNOT_TELL = "reproduced", "not reproduced", "cannot tell"
 
-MATERIAL = 0.1  # of the whole change: a smaller step back does not break a trend
 THROUGHOUT = 0.95  # of the recorded steps is "entirely"
 HELD = 0.1  # tr W_QK this close to its target is held there
 SALIENT = 0.05  # stripes of this contrast, in units of ρ, can be seen
-CORRELATED = 0.5  # rank correlation that counts, if several seeds have it; one seed needs ALONE
-ALONE = 0.9
+CORRELATED = 0.5  # rank correlation that counts, if several seeds have it
+CORRELATED_ONE_SEED = 0.9  # and if there is a single one
 PHASES_AT = 10_000
-PHASES_REMOVE = 0.75  # of a straight line's squared residuals, by breaking it
-PHASES_STAY = 1.25  # factor by which a break may move when only the first half of training is seen
+
+
+class UndecidedError(Exception):
+    """Why a sweep cannot tell whether a claim holds."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +57,7 @@ class Claim:
 
 def claims(folder: str | Path, *, noise: Noise = None) -> list[Claim]:
     """The claims of Section 7 and Appendix D against the sweep in this folder."""
-    sweep = comparable(read_sweep(folder))
+    sweep = read_sweep(folder).shared()
     end, model = int(sweep.steps[-1]), sweep.config.model
     alike = model.norm == "post" and model.positions == "sines" and model.heads == 1
     number = FIGURE_OF.get((model.width, model.layers)) if alike else None
@@ -87,17 +75,6 @@ def claims(folder: str | Path, *, noise: Noise = None) -> list[Claim]:
     return made
 
 
-def claims_table(folder: str | Path, *, noise: Noise = None) -> pd.DataFrame:
-    """A row a claim: claim, where, measured, verdict, seeds."""
-    import pandas as pd
-
-    rows = [
-        (claim.statement, claim.where, claim.measured, claim.verdict, claim.evidence.get("seeds"))
-        for claim in claims(folder, noise=noise)
-    ]
-    return pd.DataFrame(rows, columns=["claim", "where", "measured", "verdict", "seeds"])
-
-
 def claims_markdown(folder: str | Path, *, noise: Noise = None) -> str:
     """The table for a page."""
     lines = ["| the paper says | where | measured | verdict |", "|---|---|---|---|"]
@@ -107,90 +84,100 @@ def claims_markdown(folder: str | Path, *, noise: Noise = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-# --- judging ------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- one claim each
+
+
+def _verdict(holds: bool, fails: bool) -> str:
+    return REPRODUCED if holds else NOT_REPRODUCED if fails else CANNOT_TELL
 
 
 def _signed(value: float, form: str) -> str:
     return f"{value:{form}}".replace("-", "−")
 
 
-def _seeds(seeds: Sequence[int]) -> str:
-    return "1 seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
+def _count(seeds: int) -> str:
+    return "1 seed" if seeds == 1 else f"{seeds} seeds"
+
+
+def _noise_of(quantity: str, noise: Noise) -> float | None:
+    return noise.get(quantity) if isinstance(noise, Mapping) else noise
+
+
+def _paired(sweep: Sweep, kappas: Sequence[float | None]) -> tuple[NDArray[np.int64], int]:
+    """Indices of members (strength, seed) for the seeds all these strengths have, and how many these are."""
+    missing = [kappa_name(kappa) for kappa in kappas if kappa not in sweep.kappas]
+    if missing:
+        raise UndecidedError(f"not trained: κ₂ = {', '.join(missing)}")
+    seeds = sorted(set.intersection(*(set(sweep.of(kappa)) for kappa in kappas)))
+    if not seeds:
+        raise UndecidedError("the strengths have no seed in common")
+    return np.array([[sweep.of(kappa)[seed] for seed in seeds] for kappa in kappas], dtype=np.int64), len(seeds)
 
 
 def _trend(quantity: str, sign: int, kappas: Sequence[float | None]) -> Callable[[Sweep, Noise], Finding]:
     """Tests that a quantity rises (+1) or falls (−1) along strengths."""
 
     def test(sweep: Sweep, noise: Noise) -> Finding:
-        rows, seeds = paired(sweep, kappas)
-        level = noise_for(noise, quantity)
-        values = summaries(sweep)[quantity][rows]  # (strength, seed)
-        means = values.mean(1)
-        steps = [int(told_apart(a, b, level)) for a, b in pairwise(values)]
-        ends = int(told_apart(values[0], values[-1], level))
-        change = relative(values[0], values[-1])
-        with np.errstate(invalid="ignore"):
-            material = np.abs(np.diff(means)) > MATERIAL * np.abs(means[-1] - means[0])
-        back = [told == -sign and bool(large) for told, large in zip(steps, material, strict=True)]
-        verdict = CANNOT_TELL
-        if ends:
-            verdict = REPRODUCED if ends == sign and not any(back) else NOT_REPRODUCED
-        alone = len(seeds) == 1 and level is None
-        signs = {1: " <", -1: " >", 0: "," if alone else " ≈"}
-        chain = f"{means[0]:.4g}" + "".join(
-            f"{signs[told]} {mean:.4g}" for told, mean in zip(steps, means[1:], strict=True)
+        rows, seeds = _paired(sweep, kappas)
+        level, values = _noise_of(quantity, noise), sweep.summaries()[quantity][rows]  # (strength, seed)
+        found = trend(values, level)
+        holds = found.ends == sign and not found.goes_back(sign)
+        no_yardstick = seeds == 1 and level is None
+        signs = {1: " <", -1: " >", 0: "," if no_yardstick else " ≈"}
+        chain = f"{found.means[0]:.4g}" + "".join(
+            f"{signs[step]} {mean:.4g}" for step, mean in zip(found.steps, found.means[1:], strict=True)
         )
         names = ", ".join(map(kappa_name, kappas))
-        why = ", and no noise to compare with" if alone else ""
-        measured = (
-            f"κ₂ = {names}: {chain}; {_signed(float(change.mean()), '+.2%')} from first to last ({_seeds(seeds)}{why})"
-        )
-        evidence = {"seeds": len(seeds), "kappa_2": list(kappas), "mean": means, "values": values, "steps_told": steps}
-        return measured, verdict, evidence | {"ends_told": ends, "relative_change": change, "noise": level}
+        change = _signed(float(found.change.mean()), "+.2%")
+        why = ", and no noise to compare with" if no_yardstick else ""
+        measured = f"κ₂ = {names}: {chain}; {change} from first to last ({_count(seeds)}{why})"
+        evidence = {
+            "seeds": seeds,
+            "kappa_2": list(kappas),
+            "mean": found.means,
+            "values": values,
+            "steps_told": found.steps,
+            "ends_told": found.ends,
+            "relative_change": found.change,
+            "noise": level,
+        }
+        return measured, _verdict(holds, found.ends != 0), evidence
 
     return test
 
 
-def _trace_held(sweep: Sweep, noise: Noise) -> Finding:
-    del noise  # the yardstick is the target, not another strength
-    rows, seeds = paired(sweep, PAPER_KAPPAS)
+def _trace_held(sweep: Sweep, _: Noise) -> Finding:  # the yardstick is the target, not another strength
+    rows, seeds = _paired(sweep, PAPER_KAPPAS)
     late = sweep.steps >= sweep.steps[-1] / 2
     gap = sweep.values["trace_gap"][rows][..., late].mean(-1)  # (strength, seed)
-    held = gap <= HELD
     without = [float(sweep.values["trace"][index, -1]) for index in sweep.of(None).values()]
-    verdict = REPRODUCED if held.all() else NOT_REPRODUCED if (gap > HELD).all(1).any() else CANNOT_TELL
     beside = f"; without LocAteR tr W_QK ends at {np.mean(without):.3g}" if without else ""
     chain = ", ".join(f"{value:.2g}" for value in gap.mean(1))
-    measured = f"mean |tr W_QK − target| of heads, second half: {chain} at κ₂ = 0 to 1 ({_seeds(seeds)}){beside}"
-    evidence = {"seeds": len(seeds), "kappa_2": list(PAPER_KAPPAS), "gap": gap, "held_within": HELD}
+    measured = f"mean |tr W_QK − target| of heads, second half: {chain} at κ₂ = 0 to 1 ({_count(seeds)}){beside}"
+    evidence = {"seeds": seeds, "kappa_2": list(PAPER_KAPPAS), "gap": gap, "held_within": HELD}
+    verdict = _verdict(bool((gap <= HELD).all()), bool((gap > HELD).all(1).any()))
     return measured, verdict, evidence | {"last_trace_without": without}
 
 
 def _entropy_throughout(sweep: Sweep, noise: Noise) -> Finding:
-    rows, seeds = paired(sweep, PAPER_KAPPAS)
+    rows, seeds = _paired(sweep, PAPER_KAPPAS)
     even = sweep.even()
     if not len(even.steps):
         raise UndecidedError("no record after the first steps yet")
     entropy = even.values["entropy"][rows]  # (strength, seed, step)
-    told = told_apart(entropy[0], entropy[-1], noise_for(noise, "entropy"))
-    higher, lower = float((told > 0).mean()), float((told < 0).mean())
+    signs = sign_of_difference(entropy[0], entropy[-1], _noise_of("entropy", noise))
+    higher, lower = float((signs > 0).mean()), float((signs < 0).mean())
     in_order = float((np.diff(entropy.mean(1), axis=0) > 0).all(0).mean())
-    verdict = REPRODUCED if higher >= THROUGHOUT else NOT_REPRODUCED if lower > 1 - THROUGHOUT else CANNOT_TELL
     measured = (
         f"κ₂ = 1 above 0 at {higher:.0%} of the recorded steps, below at {lower:.0%}; all five means in order at "
-        f"{in_order:.0%} ({_seeds(seeds)})"
+        f"{in_order:.0%} ({_count(seeds)})"
     )
-    evidence = {"seeds": len(seeds), "share_higher": higher, "share_lower": lower, "share_all_in_order": in_order}
+    evidence = {"seeds": seeds, "share_higher": higher, "share_lower": lower, "share_all_in_order": in_order}
+    verdict = _verdict(higher >= THROUGHOUT, lower > 1 - THROUGHOUT)
     return measured, verdict, evidence | {"records": len(even.steps)}
 
 
-def _phases(sweep: Sweep, noise: Noise) -> Finding:
-    """Two phases are a line with one bend near 10⁴ that stays when only the first half of training is seen.
-
-    That it stays is what counts. A curve without a time of its own, such as a power law, also follows a bent line far
-    better than a straight one; but its bend moves with the end of the window.
-    """
-    del noise
+def _phases(sweep: Sweep, _: Noise) -> Finding:  # the yardstick is a straight line
     even = sweep.even()
     early = even.steps <= sweep.steps[-1] / 2
     if sweep.steps[-1] < 2 * PHASES_AT or early.sum() < 8:
@@ -198,104 +185,78 @@ def _phases(sweep: Sweep, noise: Noise) -> Finding:
             f"needs {2 * PHASES_AT:,} steps and 16 records, has {sweep.steps[-1]:,} and {len(even.steps)}"
         )
     lines = [index for kappa in (None, *PAPER_KAPPAS) for index in sweep.of(kappa).values()]
-    found: dict[str, Any] = {}
-    for name, values in (
-        ("log-perplexity", np.log(even.values["perplexity"])),
-        ("scale", even.values["scale"]),
-        ("entropy", even.values["entropy"]),
-    ):
+    quantities = {
+        "log-perplexity": np.log(even.values["perplexity"]),
+        "scale": even.values["scale"],
+        "entropy": even.values["entropy"],
+    }
+    found = {}
+    for name, values in quantities.items():
         series = values[lines]
         series = series[np.isfinite(series).all(1)]
         if not len(series):
             raise UndecidedError(f"{name} is not finite")
-        bend, removed = broken_line(even.steps, series)
-        bend_early, _ = broken_line(even.steps[early], series[:, early])
-        moved = np.maximum(bend / bend_early, bend_early / bend)
-        near = (bend >= PHASES_AT / 2) & (bend <= 2 * PHASES_AT)
-        phases = (removed >= PHASES_REMOVE) & near & (moved <= PHASES_STAY)
-        found[name] = {
-            "share": float(phases.mean()),
-            "bend": float(np.median(bend)),
-            "bend_first_half": float(np.median(bend_early)),
-            "removed": float(np.median(removed)),
-        }
-    shares = [each["share"] for each in found.values()]
-    agree = sum(share >= 2 / 3 for share in shares)
-    verdict = REPRODUCED if agree >= 2 else NOT_REPRODUCED if max(shares) <= 1 / 3 else CANNOT_TELL
+        found[name] = phases(even.steps, early, series, PHASES_AT)
+    shares = [each.share for each in found.values()]
     measured = "; ".join(
-        f"{name} bends at {each['bend']:,.0f} ({each['bend_first_half']:,.0f} in the first half alone), which removes "
-        f"{each['removed']:.0%} of a line's residual; two phases in {each['share']:.0%} of members"
+        f"{name} bends at {each.bend:,.0f} ({each.bend_first_half:,.0f} in the first half alone), which removes "
+        f"{each.removed:.0%} of a line's residual; two phases in {each.share:.0%} of members"
         for name, each in found.items()
     )
-    return measured, verdict, {"members": len(lines), "near": PHASES_AT} | found
+    evidence = {"members": len(lines), "near": PHASES_AT} | {name: each._asdict() for name, each in found.items()}
+    return measured, _verdict(sum(share >= 2 / 3 for share in shares) >= 2, max(shares) <= 1 / 3), evidence
 
 
-def _stripes_shown(sweep: Sweep, noise: Noise) -> Finding:
-    del noise  # the yardstick is the sampling error
-    rows, seeds = paired(sweep, (1.0, None))
+def _stripes_shown(sweep: Sweep, _: Noise) -> Finding:  # the yardstick is the sampling error
+    rows, seeds = _paired(sweep, (1.0, None))
     found = [[stripes(sweep.steps, sweep.rho[index], sweep.config.probe_blocks) for index in pair] for pair in rows]
     contrast = np.array([[each.contrast for each in pair] for pair in found])  # (with and without, seed)
     if not np.isfinite(contrast).all():
         raise UndecidedError("ρ was not recorded at every step")
     chance = np.array([[each.chance for each in pair] for pair in found])
-    salient = (contrast >= SALIENT) & (chance < 1e-3)
-    if salient[0].all() and not salient[1].any():
-        verdict = REPRODUCED
-    else:
-        verdict = NOT_REPRODUCED if not salient[0].any() or salient[1].all() else CANNOT_TELL
+    shown, shown_without = (contrast >= SALIENT) & (chance < 1e-3)
     sampling = float(np.mean([each.sampling.mean() for pair in found for each in pair]))
     measured = (
         f"contrast of ρ over positions {contrast[0].mean():.3f} with κ₂ = 1, {contrast[1].mean():.3f} without; "
-        f"sampling error {sampling:.3f}, {SALIENT} is salient ({_seeds(seeds)})"
+        f"sampling error {sampling:.3f}, {SALIENT} is salient ({_count(seeds)})"
     )
-    evidence = {"seeds": len(seeds), "contrast_with": contrast[0], "contrast_without": contrast[1]}
+    evidence = {"seeds": seeds, "contrast_with": contrast[0], "contrast_without": contrast[1]}
+    verdict = _verdict(shown.all() and not shown_without.any(), not shown.any() or shown_without.all())
     return measured, verdict, evidence | {"chance": chance, "sampling": sampling, "salient_from": SALIENT}
-
-
-def _rank_correlation(x: Array, y: Array) -> float:
-    from scipy.stats import rankdata
-
-    if not (np.isfinite(x).all() and np.isfinite(y).all()) or np.ptp(x) == 0 or np.ptp(y) == 0:
-        return float("nan")
-    return float(np.corrcoef(rankdata(x), rankdata(y))[0, 1])
 
 
 def _falls_with_scale(quantity: str) -> Callable[[Sweep, Noise], Finding]:
     """Tests that, over strengths at the end of training, a quantity is the higher the smaller the scale."""
 
-    def test(sweep: Sweep, noise: Noise) -> Finding:
-        del noise
+    def test(sweep: Sweep, _: Noise) -> Finding:
         kappas = [kappa for kappa in sweep.kappas if kappa is not None]
         if len(kappas) < 4:
             raise UndecidedError(f"needs four strengths to rank, has {len(kappas)}")
-        rows, seeds = paired(sweep, kappas)
-        scale, other = sweep.values["scale"][rows][..., -1], sweep.values[quantity][rows][..., -1]
-        found = np.array([_rank_correlation(scale[:, seed], other[:, seed]) for seed in range(len(seeds))])
-        bar = CORRELATED if len(seeds) > 1 else ALONE
-        verdict = REPRODUCED if (found <= -bar).all() else NOT_REPRODUCED if (found >= bar).all() else CANNOT_TELL
+        rows, seeds = _paired(sweep, kappas)
+        found = rank_correlations(*(sweep.values[name][rows.T, -1] for name in ("scale", quantity)))  # (seed,)
+        bar = CORRELATED if seeds > 1 else CORRELATED_ONE_SEED
         chain = ", ".join(_signed(value, "+.2f") for value in found)
-        measured = f"rank correlation over {len(kappas)} strengths {chain} ({_seeds(seeds)})"
-        return measured, verdict, {"seeds": len(seeds), "kappa_2": kappas, "rank_correlation": found}
+        measured = f"rank correlation over {len(kappas)} strengths {chain} ({_count(seeds)})"
+        verdict = _verdict(bool((found <= -bar).all()), bool((found >= bar).all()))
+        return measured, verdict, {"seeds": seeds, "kappa_2": kappas, "rank_correlation": found}
 
     return test
 
 
-def _entropy_falls_over_time(sweep: Sweep, noise: Noise) -> Finding:
-    del noise
+def _entropy_falls_over_time(sweep: Sweep, _: Noise) -> Finding:
     even = sweep.even()
     if len(even.steps) < 8:
         raise UndecidedError(f"needs eight records, has {len(even.steps)}")
-    pairs = zip(even.values["scale"], even.values["entropy"], strict=True)
-    found = np.array([_rank_correlation(scale, entropy) for scale, entropy in pairs])
+    found = rank_correlations(even.values["scale"], even.values["entropy"])
     share = float((found <= -CORRELATED).mean())
-    verdict = REPRODUCED if share >= 0.9 else NOT_REPRODUCED if share <= 0.5 else CANNOT_TELL
+    median, low, high = (_signed(float(of(found)), "+.2f") for of in (np.median, np.min, np.max))
     measured = (
         f"rank correlation over training at most −{CORRELATED} in {share:.0%} of {len(found)} members; "
-        f"median {_signed(float(np.median(found)), '+.2f')}, "
-        f"from {_signed(found.min(), '+.2f')} to {_signed(found.max(), '+.2f')}"
+        f"median {median}, from {low} to {high}"
     )
     names = [member.name for member in even.members]
-    return measured, verdict, {"members": names, "rank_correlation": found, "share": share}
+    evidence = {"members": names, "rank_correlation": found, "share": share}
+    return measured, _verdict(share >= 0.9, share <= 0.5), evidence
 
 
 def _past_one(sweep: Sweep, noise: Noise) -> Finding:
@@ -303,29 +264,27 @@ def _past_one(sweep: Sweep, noise: Noise) -> Finding:
     kappas = [kappa for kappa in sweep.kappas if kappa is not None and kappa >= 1]
     if not any(kappa > 1 for kappa in kappas):
         raise UndecidedError("not trained: κ₂ > 1")
-    rows, seeds = paired(sweep, [1.0, *(kappa for kappa in kappas if kappa > 1)])
-    evidence: dict[str, Any] = {"seeds": len(seeds), "kappa_2": kappas}
+    rows, seeds = _paired(sweep, [1.0, *(kappa for kappa in kappas if kappa > 1)])
+    evidence: dict[str, Any] = {"seeds": seeds, "kappa_2": kappas}
     parts, verdicts = [], []
     for quantity in ("best perplexity", "last perplexity"):
-        level, values = noise_for(noise, quantity), summaries(sweep)[quantity][rows]
-        means = values.mean(1)
-        low = int(np.where(np.isfinite(means), means, np.inf).argmin())
-        worse = [k for k in range(low + 1, len(kappas)) if told_apart(values[low], values[k], level) > 0]
-        better = bool(told_apart(values[0], values[low], level) < 0)
-        turn = f", worse at {kappas[worse[0]]:g}" if worse else ", no turn told"
-        chain = ", ".join(f"{mean:.4g}" for mean in means)
-        parts.append(f"{quantity} {chain}: lowest at κ₂ = {kappas[low]:g}{turn}")
+        values = sweep.summaries()[quantity][rows]
+        found = minimum(values, _noise_of(quantity, noise))
+        lowest_at, worse_from = kappas[found.at], None if found.rises_at is None else kappas[found.rises_at]
+        turn = ", no turn told" if worse_from is None else f", worse at {worse_from:g}"
+        chain = ", ".join(f"{mean:.4g}" for mean in found.means)
+        parts.append(f"{quantity} {chain}: lowest at κ₂ = {lowest_at:g}{turn}")
         evidence[quantity] = {
-            "mean": means,
+            "mean": found.means,
             "values": values,
-            "lowest_at": kappas[low],
-            "better_than_at_1": better,
-            "worse_from": kappas[worse[0]] if worse else None,
+            "lowest_at": lowest_at,
+            "better_than_at_1": found.below_first,
+            "worse_from": worse_from,
         }
-        to_the_end = low == len(kappas) - 1 and better
-        verdicts.append(NOT_REPRODUCED if worse else REPRODUCED if to_the_end else CANNOT_TELL)
+        to_the_end = worse_from is None and found.at == len(kappas) - 1 and found.below_first
+        verdicts.append(_verdict(to_the_end, worse_from is not None))
     names = ", ".join(map(kappa_name, kappas))
-    return f"κ₂ = {names}: {'; '.join(parts)} ({_seeds(seeds)})", verdicts[0], evidence
+    return f"κ₂ = {names}: {'; '.join(parts)} ({_count(seeds)})", verdicts[0], evidence
 
 
 _TESTS: tuple[tuple[str, str, Callable[[Sweep, Noise], Finding]], ...] = (
