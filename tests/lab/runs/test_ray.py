@@ -26,7 +26,6 @@ from locater.lab.runs.train import Progress
 
 ray: ModuleType = pytest.importorskip("ray", reason="ray is not installed: pip install 'locater[ray]'")
 
-from locater.lab.runs import lock  # noqa: E402
 from locater.lab.runs import ray as _ray  # noqa: E402
 
 STEPS, CHECKPOINT_EVERY, WITHIN = 300, 20, 200.0
@@ -427,30 +426,3 @@ def test_a_folder_that_a_node_does_not_share_is_told(config, members, tmp_path):
     plan = Plan.of(tmp_path, config, members, 1, {})
     with pytest.raises(LocaterError, match="must be on a file system that all nodes share"):
         _ray._train_group(plan, plan.groups[0], "cpu", _ray._Origin(), None)
-
-
-def test_two_cannot_train_one_group(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "_OTHERS", 0.3)
-    with lock.alone(tmp_path, "one"):
-        said = f"{tmp_path} is in use by process {os.getpid()} on "
-        with pytest.raises(LocaterError, match=said), lock.alone(tmp_path, "another"):
-            pass
-    with lock.alone(tmp_path, "another"):
-        pass
-
-
-def test_an_earlier_worker_of_the_same_sweep_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "_OTHERS", 0.0)
-    entered, leave = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with lock.alone(tmp_path, "one"):
-            entered.set()
-            assert leave.wait(WITHIN)
-
-    earlier = Meanwhile(hold)
-    assert entered.wait(WITHIN)
-    threading.Timer(0.5, leave.set).start()
-    with lock.alone(tmp_path, "one"):
-        assert leave.is_set()
-    earlier.check()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import math
 import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from locater.io import json_bytes, read_json, remove_unfinished, writable_folder
 from locater.lab.config import Config, Member
 from locater.lab.data import Corpus
 from locater.lab.engine.stack import Stack
-from locater.lab.runs.lock import alone
+from locater.lab.runs.lock import exclusive_lock
 
 __all__ = ["REFERENCE", "Cost", "read_costs", "time_contenders", "write_timing"]
 
@@ -156,7 +155,7 @@ def read_costs(folder: Path) -> dict[str, Cost]:
 
 def write_timing(folder: Path, timing: dict[str, Any]) -> None:
     """Adds what `time_contenders` gave to what the folder has."""
-    with alone(writable_folder(folder), uuid.uuid4().hex):
+    with exclusive_lock(writable_folder(folder)):
         remove_unfinished(folder)
         value = {"format": 1, "timings": [*_timings(folder), timing]}
         write_file(folder / _FILE, json_bytes(value, indent=1) + b"\n")

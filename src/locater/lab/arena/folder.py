@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from locater.errors import LocaterError, reason
 from locater.io import inside, read_json
 from locater.lab.config import Config, Member
-from locater.lab.runs.lock import alone
+from locater.lab.runs.lock import exclusive_lock
 from locater.lab.runs.records import read_records, read_run
 from locater.lab.runs.sweep import Plan
 from locater.lab.runs.train import MAY_CHANGE
@@ -108,7 +107,7 @@ def discard_unfinished(plan: Plan) -> None:
         folder = plan.folder / group.name
         if not (folder / "run.json").exists():
             continue
-        with alone(folder, uuid.uuid4().hex):  # nobody trains there now, and whoever did has written all there is
+        with exclusive_lock(folder):  # nobody trains there now, and whoever did has written all there is
             if _missing(plan.config, _by_member(folder, group.members)):
                 # the metrics first: without run.json they would be taken for another run's
                 for name in ("metrics.jsonl", "metrics.jsonl.gz", "run.json"):

@@ -6,7 +6,6 @@ not finished.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from locater.io import json_bytes, read_json, remove_unfinished, writable_folder
 from locater.lab.config import Config, Member
 from locater.lab.data import Corpus, load_corpus
 from locater.lab.engine.stack import check_sizes
-from locater.lab.runs.lock import alone
+from locater.lab.runs.lock import exclusive_lock
 from locater.lab.runs.train import MAY_CHANGE, Progress, train
 
 __all__ = ["Group", "Plan", "run_plan", "sweep"]
@@ -77,7 +76,7 @@ class Plan:
         self.check()
         groups = [{"name": group.name, "members": [m.to_json() for m in group.members]} for group in self.groups]
         value = {"format": 1, "config": self.config.to_json(), "groups": groups, **self.about}
-        with alone(writable_folder(self.folder), uuid.uuid4().hex):
+        with exclusive_lock(writable_folder(self.folder)):
             remove_unfinished(self.folder)
             write_file(self.folder / _FILE, json_bytes(value, indent=1) + b"\n")
 

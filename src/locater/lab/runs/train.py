@@ -8,7 +8,6 @@ import platform
 import signal
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from locater.lab.data import Corpus, load_corpus
 from locater.lab.engine.methods import METHODS
 from locater.lab.engine.stack import Stack, check_sizes
 from locater.lab.runs import checkpoint
-from locater.lab.runs.lock import alone
+from locater.lab.runs.lock import exclusive_lock
 from locater.lab.runs.records import MetricsFile, Run, read_records, read_run, write_run
 from locater.models.pretrained import device_of
 
@@ -85,7 +84,7 @@ def train(
         run = replace(run, about=earlier.about)
     check_sizes(config, corpus)
     writable_folder(folder)
-    with _determinism(config.deterministic), alone(folder, owner or uuid.uuid4().hex):
+    with _determinism(config.deterministic), exclusive_lock(folder, owner):
         remove_unfinished(folder)
         loaded = checkpoint.load_newest(folder / "checkpoints", _fingerprint(run))
         if loaded is None and _finished_without(run, earlier):
