@@ -16,30 +16,28 @@ import torch
 from torch import Tensor
 
 from locater.cli._training import changed
-from locater.control.stacked import decoupled_step, ordinary_scale, within_limit
+from locater.control.heads import Heads
+from locater.control.rules.decoupled import Decoupled, baseline_scale, decoupled_step, limit_factors
 from locater.lab.arena import ARENAS, CONTENDERS, read_arena
-from locater.lab.engine._method import biases
-from locater.lab.engine._weight_methods import AutoLocAteR
-from locater.lab.engine.methods import METHODS
+from locater.lab.engine.methods import METHODS, AutoLocAteR
 from locater.lab.runs.sweep import sweep
-from locater.qk import QK
 
-AUTO = 3.0  # the limit of `within_limit`
+LIMIT = 3.0  # of `limit_factors`
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A head is pressed from (update / growth)^power times its first scale on."""
+    """A head is shrunk from (update / growth)^power times its initial scale on."""
 
     growth: float = 250
     power: float = 2
     most: float = 64  # that power is at most, …
     log_from: float = 0  # … or from which update on it grows by the logarithm
     limit: float = 3  # times that is the most it may have
-    always: bool = False  # pressed whatever its scale
+    always: bool = False  # shrunk whatever its scale
     strength: float = 3
     trace: bool = True  # raised; auto does not where positions are rotary
-    turns: bool = True  # with rotary positions, judged by all distances and not by 0 alone
+    offsets: bool = True  # with rotary positions, judged by all offsets and not by 0 alone
 
     @classmethod
     def of(cls, words: str) -> Rule:
@@ -53,26 +51,22 @@ class Rule:
         grown = (update.clamp(max=self.log_from) / self.growth) ** self.power
         return (grown * (1 + self.power * (update / self.log_from).clamp(min=1).log())).clamp(min=1)
 
+    def start(self, heads: Heads) -> Tensor:
+        return Decoupled().start(self._judged(heads))
 
-class Ruled(AutoLocAteR):
-    chosen = Rule()
+    def step(self, heads, initial, update, rates, strength, factor) -> Heads:
+        """As `Decoupled.step`, with these settings."""
+        heads, size = self._judged(heads), rates[0] * strength * factor
+        baselines = baseline_scale(initial, heads.logit_scale) * self.times(update)
+        baseline, effective = baselines.unbind(-1)
+        target = torch.maximum(torch.full_like(size, 2 / heads.logit_scale), heads.qk.trace())
+        pull = size if self.trace else torch.zeros_like(size)
+        moved = decoupled_step(heads.qk, size, pull, target, None if self.always else baseline, heads.rope)
+        new = heads.with_weights(*moved)
+        return new.scaled(*limit_factors(LIMIT / self.limit * new.effective_scale() / effective, factor))
 
-    def start(self, values, seeds):
-        self._rope = self._rope if self.chosen.turns else None
-        super().start(values, seeds)
-
-    def _stepped(self, qk, step, values, hold):
-        rule = self.chosen
-        self._updates += step[:, 0, 0] > 0
-        times = rule.times(self._updates)[:, None, None, None]
-        ordinary, seen = (ordinary_scale(self._first, self.config.head_width**-0.5) * times).unbind(-1)
-        target = torch.maximum(self._target(step), qk.trace())
-        pull = step if rule.trace else torch.zeros_like(step)
-        new = QK(*decoupled_step(qk, step, pull, target, None if rule.always else ordinary, self._rope))
-        factor, _ = within_limit(AUTO / rule.limit * self._seen(new, values) / seen, hold)
-        for bias in biases(values, self.config):
-            bias *= factor[..., None]
-        return new.w_q * factor[..., None, None], new.w_k * factor[..., None, None]
+    def _judged(self, heads: Heads) -> Heads:
+        return heads if self.offsets else replace(heads, rope=None)
 
 
 def main() -> None:
@@ -94,7 +88,7 @@ def main() -> None:
     print("rule: at every learning rate the mean loss in nats, how far seeds are apart, largest logit, lowest entropy")
     for words in given.rules:
         rule = Rule.of(words)
-        METHODS["locater-auto"] = type("Ruled", (Ruled,), {"chosen": rule})
+        METHODS["locater-auto"] = type("Ruled", (AutoLocAteR,), {"rule": rule})
         CONTENDERS["locater-auto"] = replace(CONTENDERS["locater-auto"], strengths=(rule.strength,))
         with tempfile.TemporaryDirectory() as folder:
             config, members = arena.planned("locater-auto")

@@ -12,8 +12,8 @@ from turns import all_turns, largest_product
 from zoo import FAMILIES, build
 
 from locater import QK, LocaterError
-from locater.control import DecoupledLocAteR
-from locater.control.stacked import decoupled_step, penalty_gradient
+from locater.control import DecoupledLocAteR, penalty_gradient
+from locater.control.rules.decoupled import decoupled_step
 from locater.models import attentions
 
 MODELS = {
@@ -352,7 +352,7 @@ def test_frozen_queries_stay_and_their_keys_move():
         assert not torch.equal(attention.key.weight, k)
 
 
-def test_a_resumed_run_remembers_the_first_scales():
+def test_a_resumed_run_remembers_the_initial_scales():
     torch.manual_seed(0)
     model = build("gpt2")
     reg = DecoupledLocAteR(model)
@@ -363,16 +363,20 @@ def test_a_resumed_run_remembers_the_first_scales():
     assert resumed.measure() == pytest.approx(reg.measure())
     for wrong, words in (
         (DecoupledLocAteR(build("llama")).state_dict(), "its modules are others"),
-        ({**reg.state_dict(), "first": 3}, "its modules are others"),
-        ({**reg.state_dict(), "first": dict.fromkeys(reg.state_dict()["first"], "a")}, "no numbers"),
-        ({**reg.state_dict(), "first": {name: [1.0] for name in reg.state_dict()["first"]}}, "has other heads"),
-        ({**reg.state_dict(), "rule": 1}, "another version of locater"),
-        ({key: value for key, value in reg.state_dict().items() if key != "rule"}, "another version of locater"),
-        ({"step": 3}, "it lacks first, rule, strength, target"),
+        ({**reg.state_dict(), "initial": 3}, "its modules are others"),
+        ({**reg.state_dict(), "initial": dict.fromkeys(reg.state_dict()["initial"], "a")}, "no numbers"),
+        ({**reg.state_dict(), "initial": {name: [1.0] for name in reg.state_dict()["initial"]}}, "has other heads"),
+        ({**reg.state_dict(), "version": 1}, "another version of locater"),
+        ({key: value for key, value in reg.state_dict().items() if key != "version"}, "another version of locater"),
+        ({"step": 3}, "it lacks initial, strength, target, version"),
         (None, "it lacks everything"),
     ):
         with pytest.raises(LocaterError, match=words):
             resumed.load_state_dict(wrong)
+    before = {
+        {"initial": "first", "version": "rule"}.get(name, name): value for name, value in reg.state_dict().items()
+    }
+    resumed.load_state_dict(before)  # as earlier versions named them
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_the_hugging_face_trainer_trains_on_loss_plus_penalty_and_logs(tmp_path)
     assert any(key.endswith("layers.1.self_attn/scale") for key in logged[0])
     assert reported[0].keys() >= {"locater/penalty", "loss"}
     # detached at the end: another step changes nothing through LocAteR
-    assert not reg._handles
+    assert not reg._attached
 
 
 class Module(lightning.LightningModule):
@@ -203,7 +203,7 @@ def test_the_hugging_face_trainer_makes_the_decoupled_steps(tmp_path):
     trainer.train()
     assert_same(model, expected)
     assert any("locater/model.layers.0.self_attn/growth" in logs for logs in seen)
-    assert not reg._handles
+    assert not reg._attached
 
 
 def test_lightning_makes_the_decoupled_steps(tmp_path):

@@ -1,10 +1,11 @@
-"""LocAteR's gradient in closed form, for attention modules of one shape together.
+"""LocAteR's gradient added into `.grad`, for attention modules of one shape together.
 
 Legend: S modules worked on together, G key heads, R query heads for each, K head width, D model width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -12,42 +13,34 @@ import torch
 from torch import Tensor
 
 from locater.control import _kernels
-from locater.control._dense import gathered, is_sharded, scattered_add_
+from locater.control._groups import Group
+from locater.control._parameters import gathered, is_sharded, projections, spread
+from locater.control.rules.locater import GradientFactors, joint_gradient
 from locater.models import Attention, Projection
+from locater.qk import QK
 
-__all__ = ["Coefficients", "Group", "projections", "shapes"]
-
-_STACK_BYTES = 64 << 20  # on a GPU without Triton, modules are stacked up to this size
-
-
-def projections(attention: Attention) -> list[Projection]:
-    return [attention.key] if attention.query is None else [attention.query, attention.key]
+__all__ = ["Coefficients", "GradientGroup"]
 
 
 class Coefficients(NamedTuple):
-    """scale · ½∇tr(WᵀW) + mean · ½∇(tr W − target)² is what is added; a loss scale makes them tensors."""
+    """Of the penalty; a loss scale makes the strengths tensors."""
 
-    scale: float | Tensor
-    mean: float | Tensor
+    scale_strength: float | Tensor
+    mean_strength: float | Tensor
     target: float
 
 
-class Group:
-    """Attention modules of one shape; the gradients of which of their factors are wanted."""
-
-    def __init__(self, members: list[Attention], wanted: tuple[bool, bool]) -> None:
-        self.members = members
-        self.wanted = wanted  # query, key
+class GradientGroup(Group):
+    """Modules whose gradients are added together."""
 
     def add_gradient_(self, c: Coefficients) -> None:
+        """Adds the penalty's gradient for the weights that are trained."""
         if self._add_by_kernels(c):
             return
-        one = self.members[0].key.tensor
         # on a GPU small modules wait for launches, not for arithmetic: stack them; on a CPU there are none to save
-        stacked = one.is_cuda and not is_sharded(one)
-        size = max(1, _STACK_BYTES // (2 * one.numel() * one.element_size())) if stacked else 1
-        for start in range(0, len(self.members), size):
-            self.add_stacked(self.members[start : start + size], c)
+        stacks = self.stacks() if self.members[0].key.tensor.is_cuda else ([member] for member in self.members)
+        for members in stacks:
+            self.add_stacked(members, c)
 
     def _add_by_kernels(self, c: Coefficients) -> bool:
         """On a GPU with Triton: all modules in two launches, nothing of a weight's size allocated."""
@@ -57,11 +50,11 @@ class Group:
         for member, (at_q, at_k) in zip(self.members, self._offsets, strict=True):
             assert member.query is not None
             q, k = member.query.tensor, member.key.tensor
-            g_q, g_k = (_gradient_of(x) if wanted else x for x, wanted in zip((q, k), self.wanted, strict=True))
+            g_q, g_k = (_gradient_of(x) if wanted else x for x, wanted in zip((q, k), self.trained, strict=True))
             if g_q.stride() != q.stride() or g_k.stride() != k.stride() or g_q.dtype != q.dtype or g_k.dtype != k.dtype:
                 return False
             rows.append([q.data_ptr() + at_q, k.data_ptr() + at_k, g_q.data_ptr() + at_q, g_k.data_ptr() + at_k])
-        self._layout.add_(rows, *c)
+        self._layout.add_(rows, 2 * c.scale_strength, 2 * c.mean_strength, c.target)
         return True
 
     @cached_property
@@ -74,7 +67,7 @@ class Group:
         w_q, w_k = ([p.weight for p in parts] for parts in (queries, keys))
         if not _kernels.supported(w_q, w_k, None, None):
             return None
-        g_q, g_k = (weights[0] if wanted else None for weights, wanted in zip((w_q, w_k), self.wanted, strict=True))
+        g_q, g_k = (weights[0] if wanted else None for weights, wanted in zip((w_q, w_k), self.trained, strict=True))
         return _kernels.Layout.of(w_q[0], w_k[0], g_q, g_k)
 
     @cached_property
@@ -86,7 +79,7 @@ class Group:
 
         return [(offset(member.query), offset(member.key)) for member in self.members if member.query is not None]
 
-    def add_stacked(self, members: list[Attention], c: Coefficients) -> None:
+    def add_stacked(self, members: Sequence[Attention], c: Coefficients) -> None:
         """The same by batched products: one module in place, several through a stack."""
         stores = {id(p.tensor): _Store(p.tensor) for member in members for p in projections(member)}
 
@@ -99,18 +92,16 @@ class Group:
         keys = [member.key for member in members]
         queries = [member.query for member in members if member.query is not None]
         w_k = weights(keys)  # (S, G, 1, K, D)
+        scale, mean = (torch.as_tensor(x, dtype=w_k.dtype, device=w_k.device) for x in c[:2])
         if not queries:
-            gradients(keys).add_(_joint_gradient(w_k, c))
+            gradients(keys).add_(joint_gradient(w_k, scale, mean, c.target))
         else:
             w_q = weights(queries)  # (S, G, R, K, D)
-            trace = torch.linalg.vecdot(w_q.flatten(-2), w_k.flatten(-2))  # (S, G, R)
-            pull = (c.mean * (trace - c.target))[..., None, None]
-            gram_k = c.scale * (w_k @ w_k.mT)
-            gram_q = c.scale * (w_q @ w_q.mT).sum(-3, keepdim=True)
-            if self.wanted[0]:
-                gradients(queries).add_product_(gram_k, w_q, pull, w_k)
-            if self.wanted[1]:
-                gradients(keys).add_product_(gram_q, w_k, pull, w_q)
+            of_q, of_k, pull = GradientFactors.of(QK(w_q, w_k), scale, mean, c.target)
+            if self.trained[0]:
+                gradients(queries).add_product_(of_q, w_q, pull, w_k)
+            if self.trained[1]:
+                gradients(keys).add_product_(of_k.sum(-3, keepdim=True), w_k, pull, w_q)
         for store in stores.values():
             store.finish()
 
@@ -136,8 +127,14 @@ class _Store:
         return self._whole
 
     def finish(self) -> None:
-        if self._whole is not None and self.weight is not self.tensor:
-            scattered_add_(self.tensor, self._whole)
+        """Adds each rank's part of a gradient that every rank holds whole. No communication."""
+        if self._whole is None or self.weight is self.tensor:
+            return
+        part = spread(self._whole, self.tensor)
+        if self.tensor.grad is None:
+            self.tensor.grad = part.to(self.tensor.dtype)
+        else:
+            self.tensor.grad.add_(part)
 
 
 def _stack(views: list[Tensor]) -> Tensor:
@@ -176,16 +173,3 @@ class _Target:
 def _flattens(view: Tensor) -> bool:
     """Whether the two head dimensions can be one without copying."""
     return view.shape[1] == 1 or view.stride(0) == view.shape[1] * view.stride(1)
-
-
-def _joint_gradient(w: Tensor, c: Coefficients) -> Tensor:
-    """For a W_QK (S, G, 1, D, D) that is trained itself: scale · W + mean · (tr W − target) I."""
-    gradient = c.scale * w
-    pull = c.mean * (w.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) - c.target)
-    gradient.diagonal(dim1=-2, dim2=-1).add_(pull)
-    return gradient
-
-
-def shapes(attention: Attention) -> tuple[torch.Size, ...]:
-    """(G, R, K, D) of the query and (G, 1, K, D) of the key."""
-    return tuple(p.view(torch.empty(p.tensor.shape, device="meta")).shape for p in projections(attention))

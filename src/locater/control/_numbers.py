@@ -6,17 +6,24 @@ import math
 
 from locater.errors import LocaterError
 
-__all__ = ["checked_number", "checked_strength"]
-
-
-def checked_strength(name: str, value: float) -> float:
-    """As a float, if it is one that a penalty may have."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise LocaterError(f"{name} must be a finite number that is not negative, got {value!r:.80}")
-    return float(value)
+__all__ = ["checked_number", "checked_positive", "checked_strength"]
 
 
 def checked_number(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
-        raise LocaterError(f"{name} must be a finite number, got {value!r:.80}")
+    return _checked(name, value, -math.inf, "a finite number")
+
+
+def checked_strength(name: str, value: float) -> float:
+    """One that a penalty may have."""
+    return _checked(name, value, 0.0, "a finite number that is not negative")
+
+
+def checked_positive(name: str, value: float) -> float:
+    return _checked(name, value, math.nextafter(0.0, 1.0), "a positive, finite number")
+
+
+def _checked(name: str, value: float, least: float, what: str) -> float:
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not real or not least <= value or not abs(value) < math.inf:
+        raise LocaterError(f"{name} must be {what}, got {value!r:.80}")
     return float(value)

@@ -1,17 +1,16 @@
-"""Parameters, and the parts of them that hold W_Q and W_K: who trains them, scaling them in place."""
+"""Parameters, and the parts of them that hold W_Q and W_K: who trains them, sharded ones, scaling them in place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from locater.control._closed_form import projections
-from locater.control._dense import is_sharded
 from locater.errors import LocaterError
 from locater.models import Attention, Projection
 
@@ -19,15 +18,66 @@ __all__ = [
     "HeldBy",
     "add_group",
     "add_part_",
+    "gathered",
+    "gathered_attention",
     "held_by",
+    "is_sharded",
     "owner_of",
+    "projections",
     "refuse_wrapped",
     "rows_of",
     "scale_",
     "scale_projection_",
+    "shapes",
     "spread",
     "unwrapped",
 ]
+
+
+def projections(attention: Attention) -> list[Projection]:
+    """W_Q and W_K; W_QK alone where a model trains that itself."""
+    return [attention.key] if attention.query is None else [attention.query, attention.key]
+
+
+def shapes(attention: Attention) -> tuple[torch.Size, ...]:
+    """(G, R, K, D) of the query and (G, 1, K, D) of the key."""
+    return tuple(p.view(torch.empty(p.tensor.shape, device="meta")).shape for p in projections(attention))
+
+
+# ---------------------------------------------------------------------- sharded parameters (FSDP2, tensor parallelism)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "placements") and hasattr(tensor, "full_tensor")
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank; itself where it is not sharded."""
+    if not is_sharded(tensor):
+        return tensor
+    whole: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    return whole
+
+
+def gathered_attention(attention: Attention) -> Attention:
+    """With sharded weights made whole (differentiably)."""
+    key = replace(attention.key, tensor=gathered(attention.key.tensor))
+    query = attention.query
+    return replace(attention, key=key, query=query and replace(query, tensor=gathered(query.tensor)))
+
+
+def spread(whole: Tensor, like: Tensor) -> Tensor:
+    """A tensor that every rank holds whole, sharded as another. No communication."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    assert isinstance(like, DTensor)
+    mesh = like.device_mesh
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(
+        mesh, like.placements
+    )
+
+
+# ---------------------------------------------------------------------- optimizers
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
@@ -147,17 +197,6 @@ def add_part_(target: Tensor, source: Tensor, view: Callable[[Tensor], Tensor], 
         target.add_(source * spread(whole, target))
     else:
         view(target).add_(view(source.detach()) * amount)
-
-
-def spread(whole: Tensor, like: Tensor) -> Tensor:
-    """A tensor that every rank holds whole, sharded as another. No communication."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    assert isinstance(like, DTensor)
-    mesh = like.device_mesh
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(
-        mesh, like.placements
-    )
 
 
 def scale_projection_(projection: Projection, factor: Tensor, *, bias: bool) -> None:

@@ -12,28 +12,26 @@ d_model × d_model matrix.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from locater.control._clock import Clock, Clocked, Schedule
-from locater.control._closed_form import Coefficients, Group, projections, shapes
-from locater.control._dense import gathered
+from locater.control._closed_form import Coefficients, GradientGroup
+from locater.control._groups import Groups
 from locater.control._numbers import checked_number, checked_strength
-from locater.control._parameters import HeldBy, unwrapped
+from locater.control._parameters import HeldBy, gathered_attention
+from locater.control.apply import LocAteRForm, Regulariser, Schedule, around_step
+from locater.control.rules.locater import penalty
 from locater.errors import LocaterError
-from locater.models import Attention, attentions
 
-__all__ = ["LocAteR"]
+__all__ = ["LocAteR", "LocAteRMethod"]
 
 
-class LocAteR(Clocked):
+class LocAteR(Regulariser):
     """The regulariser on every attention module of `model` that `locater.models` finds.
 
     Strengths are the coefficients of the penalty above. `schedule`, if given, multiplies both: a function of the
@@ -41,8 +39,9 @@ class LocAteR(Clocked):
 
     * `penalty()`, a differentiable scalar to add to the loss (clipped and scaled with the rest of it),
     * `add_gradient_()`, the closed form added into `.grad`,
-    * `attach(optimizer)`, which runs `add_gradient_` before every optimizer step. It runs after gradient clipping,
-      so that the penalty's gradient is not clipped, and is skipped with a step that is skipped.
+    * `attach(optimizer)`, which runs `add_gradient_` before every optimizer step, and with a closure after each of
+      its evaluations. It runs after gradient clipping, so that the penalty's gradient is not clipped; with GradScaler
+      and a fused optimizer the gradient is scaled as the others are.
 
     Frozen parameters are counted in the penalty and left alone. A module that a model uses in several places counts
     once. Make it when the parameters are in place: one that is replaced afterwards is not followed.
@@ -58,11 +57,8 @@ class LocAteR(Clocked):
         schedule: Schedule | None = None,
     ) -> None:
         self._set(scale_strength, mean_strength, target)
-        self._clock = Clock(schedule)
-        self.attentions: list[Attention] = attentions(model)
-        self._tensors = [projection.tensor for attention in self.attentions for projection in projections(attention)]
-        self._known_groups: dict[Callable[[Tensor], bool], tuple[list[Any], list[Group]]] = {}
-        self._handles: dict[int, tuple[RemovableHandle, ...]] = {}
+        super().__init__(model, schedule)
+        self._groups = Groups(self.attentions, GradientGroup)
 
     def _set(self, scale_strength: float, mean_strength: float, target: float) -> None:
         self.scale_strength = checked_strength("scale_strength", scale_strength)
@@ -105,9 +101,8 @@ class LocAteR(Clocked):
         factor = self._clock.factor()
         total: Tensor | None = None
         for attention in self.attentions:
-            qk = _gathered_attention(attention).qk()
-            scale, trace = qk.scale(), qk.trace()
-            value = self.scale_strength * scale.sum() + self.mean_strength * (trace - self.target).square().sum()
+            qk = gathered_attention(attention).qk()
+            value = penalty(qk, self.scale_strength, self.mean_strength, self.target).sum()
             total = value if total is None else total + value.to(total.device)
         assert total is not None
         return factor * total
@@ -122,96 +117,27 @@ class LocAteR(Clocked):
         factor = self._clock.factor()
         if factor == 0 or self.scale_strength == self.mean_strength == 0:
             return
-        double = 2 * factor * multiplier  # of the squares
-        coefficients = Coefficients(double * self.scale_strength, double * self.mean_strength, self.target)
-        for group in self._groups(chosen):
+        by = factor * multiplier
+        coefficients = Coefficients(by * self.scale_strength, by * self.mean_strength, self.target)
+        for group in self._groups(lambda tensor: 0 if chosen(tensor) else None, chosen):
             group.add_gradient_(coefficients)
 
-    def _groups(self, chosen: Callable[[Tensor], bool]) -> list[Group]:
-        """Modules of one shape with something to do, together; found again only when a parameter has changed."""
-        state: list[Any] = [(tensor.requires_grad, tensor.dtype, tensor.device) for tensor in self._tensors]
-        state.append(chosen.size() if isinstance(chosen, HeldBy) else None)
-        known = self._known_groups.get(chosen)
-        if known is None or known[0] != state:
-            if len(self._known_groups) > 8:  # somebody hands over a new function each time
-                self._known_groups.clear()
-            known = self._known_groups[chosen] = (state, self._find_groups(chosen))
-        return known[1]
+    def _hook(self, optimizer: Optimizer, held: HeldBy, undo: ExitStack) -> None:
+        def before() -> None:
+            # GradScaler leaves the gradients of a fused optimizer scaled: it divides inside its kernel
+            scale = getattr(optimizer, "grad_scale", None)
+            self.add_gradient_to(held, 1.0 if scale is None else scale)
 
-    def _find_groups(self, chosen: Callable[[Tensor], bool]) -> list[Group]:
-        kinds: dict[Any, list[Attention]] = {}
-        wanted: dict[Any, tuple[bool, bool]] = {}
-        uses: Counter[int] = Counter()
-        for attention in self.attentions:
-            tensors = [projection.tensor for projection in projections(attention)]
-            moved = tuple(tensor.requires_grad and chosen(tensor) for tensor in (tensors[0], tensors[-1]))
-            if not any(moved):
-                continue
-            uses.update({id(tensor) for tensor in tensors})
-            # a parameter that several modules share is written by one module of a group at a time
-            turn = max(uses[id(tensor)] for tensor in tensors)
-            kind = (shapes(attention), *((tensor.dtype, tensor.device) for tensor in tensors), moved, turn)
-            kinds.setdefault(kind, []).append(attention)
-            wanted[kind] = moved[0], moved[1]
-        return [Group(members, wanted[kind]) for kind, members in kinds.items()]
+        around_step(optimizer, undo, before=before, after=lambda: self._clock.tick(optimizer))
 
-    # ------------------------------------------------------------------ at work in a training loop
-
-    def attach(self, optimizer: Optimizer) -> LocAteR:
-        """Runs `add_gradient_` before every step of `optimizer`, for the parameters it holds; see the class.
-
-        Handles closures (the gradient is added after each evaluation), GradScaler with fused optimizers (the gradient
-        is scaled as theirs is), and several optimizers (attach each).
-        """
-        optimizer = unwrapped(optimizer)
-        chosen = HeldBy(optimizer, self._tensors)
-        self._clock.join(optimizer)
-        for handle in self._handles.pop(id(optimizer), ()):  # attached twice, it acts once
-            handle.remove()
-
-        def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            # args starts with the optimizer itself
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")
-            if closure is None:
-                self._before(optimizer, chosen)
-                return None
-
-            def closure_and_gradient() -> Any:
-                loss = closure()
-                self._before(optimizer, chosen)
-                return loss
-
-            rest = {name: value for name, value in kwargs.items() if name != "closure"}
-            return (optimizer, closure_and_gradient, *args[2:]), rest
-
-        def after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            del args, kwargs
-            self._clock.tick(optimizer)
-
-        self._handles[id(optimizer)] = (
-            optimizer.register_step_pre_hook(before_step),
-            optimizer.register_step_post_hook(after_step),
-        )
-        return self
-
-    def _before(self, optimizer: Optimizer, chosen: Callable[[Tensor], bool]) -> None:
-        # GradScaler leaves the gradients of a fused optimizer scaled: it divides inside its kernel.
-        scale = getattr(optimizer, "grad_scale", None)
-        self.add_gradient_to(chosen, 1.0 if scale is None else scale)
-
-    def detach(self) -> None:
-        """Undoes every `attach`."""
-        for handles in self._handles.values():
-            for handle in handles:
-                handle.remove()
-        self._handles.clear()
+    # ------------------------------------------------------------------ logs and state
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
         """Trace and scale averaged over the heads of each module, and the penalty: for logs."""
         values = {"penalty": float(self.penalty())}
         for attention in self.attentions:
-            qk = _gathered_attention(attention).qk()
+            qk = gathered_attention(attention).qk()
             values[f"{attention.module}/trace"] = float(qk.trace().mean())
             values[f"{attention.module}/scale"] = float(qk.scale().mean())
         return values
@@ -244,8 +170,18 @@ def _every(tensor: Tensor) -> bool:
     return True
 
 
-def _gathered_attention(attention: Attention) -> Attention:
-    """With sharded weights made whole (differentiably)."""
-    key = replace(attention.key, tensor=gathered(attention.key.tensor))
-    query = attention.query
-    return replace(attention, key=key, query=query and replace(query, tensor=gathered(query.tensor)))
+class LocAteRMethod(LocAteRForm):
+    """`LocAteR(model, …).attach(optimizer)`, with the same settings."""
+
+    def __init__(
+        self, *, scale_strength: float, mean_strength: float, target: float = 1.0, schedule: Schedule | None = None
+    ) -> None:
+        self.settings: dict[str, Any] = {
+            "scale_strength": checked_strength("scale_strength", scale_strength),
+            "mean_strength": checked_strength("mean_strength", mean_strength),
+            "target": checked_number("target", target),
+            "schedule": schedule,
+        }
+
+    def _regulariser(self, model: nn.Module) -> LocAteR:
+        return LocAteR(model, **self.settings)

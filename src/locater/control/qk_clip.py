@@ -1,10 +1,6 @@
-"""QK-clip, as MuonClip does it: after a step, heads whose largest logit was above τ have W_Q and W_K scaled down.
+"""QK-clip on a model: after a step, heads whose largest logit was above τ have W_Q and W_K scaled down.
 
-    γ = min(1, τ / S),  S the largest scale · q·k of the head since the last step;   W_Q ← √γ W_Q,   W_K ← √γ W_K
-
-and their biases with them, so that each logit of those tokens is multiplied by γ. A key head that several query heads
-share is left alone, and W_Q takes all of γ: what belongs to several heads is not changed because of one. So it is where
-only W_Q is trained.
+`rules.qk_clip` has the formula; here the largest logit of each head since the last step is recorded.
 
 Legend: G key heads, R query heads for each.
 """
@@ -14,16 +10,16 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from locater.control._dense import is_sharded
-from locater.control._parameters import held_by, scale_projection_
-from locater.control.method import Installed, Method
+from locater.control._numbers import checked_positive
+from locater.control._parameters import held_by, is_sharded, scale_projection_
+from locater.control.apply import Installed, Method, around_step
+from locater.control.rules.qk_clip import clip_factors
 from locater.errors import LocaterError
 from locater.hooks import Call, Intercepted, Interceptor, attention_sites, in_backward, intercept, visible
 from locater.measure import attention_statistics
@@ -48,9 +44,7 @@ class QKClip(Method):
     at_start = "The output is unchanged, bitwise, until a step clips."
 
     def __init__(self, threshold: float = 100.0, *, group: dist.ProcessGroup | None = None) -> None:
-        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 < threshold < math.inf:
-            raise LocaterError(f"threshold must be a positive, finite number, got {threshold!r:.80}")
-        self.threshold, self.group = float(threshold), group
+        self.threshold, self.group = checked_positive("threshold", threshold), group
 
     def contradicts(self, other: Method) -> str | None:
         if other.name in ("QK-norm", "σReparam"):
@@ -79,10 +73,7 @@ class QKClip(Method):
         if deaf:
             raise LocaterError(f"QK-clip cannot hear the logits of {deaf[0]}: its attention is computed elsewhere")
 
-        def after_step(*_: Any) -> None:
-            self._clip(list(heads.values()))
-
-        undo.callback(optimizer.register_step_post_hook(after_step).remove)
+        around_step(optimizer, undo, after=lambda: self._clip(list(heads.values())))
 
         def measure() -> dict[str, float]:
             return {f"{name}/max_logit": float(one.clipped_at.max()) for name, one in heads.items()}
@@ -95,16 +86,13 @@ class QKClip(Method):
         largest = torch.cat([one.largest.to(device).flatten() for one in heads])
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-        above = (largest > self.threshold) & largest.isfinite()
-        gamma = torch.where(above, self.threshold / largest, 1.0)
         # scaling by 1 costs less than asking a device; for shards, the factors have to be built whole first
-        quiet = is_sharded(heads[0].attention.key.tensor) and not bool(above.any())
-        sizes = [one.largest.numel() for one in heads]
-        for one, top, factor in zip(heads, largest.split(sizes), gamma.split(sizes), strict=True):
+        quiet = is_sharded(heads[0].attention.key.tensor) and not bool((largest > self.threshold).any())
+        for one, top in zip(heads, largest.split([one.largest.numel() for one in heads]), strict=True):
             one.clipped_at = top.view_as(one.largest).to(one.largest.device)
             one.largest = torch.full_like(one.largest, -math.inf)
             if not quiet:
-                one.scale_(factor.view_as(one.largest).to(one.largest.device))
+                one.clip_(self.threshold)
 
 
 @dataclass
@@ -112,7 +100,7 @@ class _Heads:
     """The heads of one module, the largest logit of each so far, and which of its weights may be scaled."""
 
     attention: Attention
-    moves: tuple[bool, bool]  # query, key
+    trained: tuple[bool, bool]  # query, key
     largest: Tensor  # (G, R) since the last step
     clipped_at: Tensor  # at the last step
 
@@ -122,8 +110,8 @@ class _Heads:
             raise LocaterError(f"{attention.module} normalises q and k itself, so QK-clip's scaling would do nothing")
         key = attention.key
         parts = (attention.query, key)
-        moves = tuple(p is not None and p.tensor.requires_grad and id(p.tensor) in held for p in parts)
-        if not any(moves):
+        trained = tuple(p is not None and p.tensor.requires_grad and id(p.tensor) in held for p in parts)
+        if not any(trained):
             raise LocaterError(
                 f"the optimizer trains neither W_Q nor W_K of {attention.module}; apply QK-clip with the one that does"
             )
@@ -131,13 +119,13 @@ class _Heads:
         if attention.query is not None:
             shape = attention.query.view(torch.empty(attention.query.tensor.shape, device="meta")).shape
         largest = torch.full(shape[:2], -math.inf, device=key.tensor.device)
-        return cls(attention, (moves[0], moves[1]), largest, largest.clone())
+        return cls(attention, (trained[0], trained[1]), largest, largest.clone())
 
     @torch.no_grad()
     def add(self, intercepted: Intercepted) -> None:
         for call in _products(intercepted, self.attention):
             statistics = attention_statistics(call.q, call.k, **call.options())
-            top = statistics.max_logit.float()  # (B, H, Tq)
+            top = statistics.max_logit  # (B, H, Tq)
             if call.real is not None:
                 top = top.masked_fill(~call.real[:, None], -math.inf)
             found = top.amax((0, 2))
@@ -148,16 +136,15 @@ class _Heads:
                 )
             self.largest = torch.maximum(self.largest.to(found.device), found.view_as(self.largest))
 
-    def scale_(self, gamma: Tensor) -> None:
-        """Multiplies every logit of head (g, r) by gamma (G, R)."""
-        query, key = self.attention.query, self.attention.key
-        if query is not None and self.moves[0]:
-            both = self.moves[1] and gamma.shape[1] == 1
-            scale_projection_(query, gamma.sqrt() if both else gamma, bias=True)
-            if both:
-                scale_projection_(key, gamma.sqrt(), bias=True)
-        else:  # the query is frozen, or W_QK one matrix: a shared key follows the largest of its heads
-            scale_projection_(key, gamma.amin(1, keepdim=True), bias=True)
+    def clip_(self, threshold: float) -> None:
+        """Scales the weights by what the last step's largest logits (G, R) ask for."""
+        shared = self.clipped_at.shape[1] > 1
+        parts = (self.attention.query, self.attention.key)
+        factors = clip_factors(self.clipped_at, threshold, self.trained, shared)
+        changed = (self.trained[0], self.trained[1] and not (self.trained[0] and shared))
+        for projection, factor, change in zip(parts, factors, changed, strict=True):
+            if projection is not None and change:
+                scale_projection_(projection, factor, bias=True)
 
 
 def _products(intercepted: Intercepted, attention: Attention) -> list[Call]:

@@ -1,6 +1,4 @@
-"""Weight decay on W_Q and W_K alone, or none on them.
-
-    W ← (1 − lr · decay) W   for the query and key weights, in place of the optimizer's own decay of them
+"""Weight decay on W_Q and W_K of a model alone, or none on them (`rules.decay`).
 
 It is decoupled, whatever the optimizer does, and finds its part of fused layers. (Decaying both factors is a
 nuclear-norm penalty on W_QK in disguise.)
@@ -16,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from locater.control._closed_form import projections
 from locater.control._numbers import checked_strength
-from locater.control._parameters import add_part_, held_by, scale_projection_
-from locater.control.method import Installed, Method
+from locater.control._parameters import add_part_, held_by, projections, scale_projection_
+from locater.control.apply import Installed, Method, around_step
+from locater.control.rules.decay import decay_factor
 from locater.errors import LocaterError
 from locater.models import Projection, attentions
 
@@ -61,26 +59,9 @@ class QKDecay(Method):
         for group, _ in _groups(optimizer, parts.values()):
             _decoupled(optimizer, group)  # refuses what it does not know
 
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-            # args starts with the optimizer itself
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")
-            if closure is None:
-                self._decay_(optimizer, list(parts.values()))
-                return None
-            done = False
-
-            def closure_and_decay() -> Any:
-                nonlocal done
-                loss = closure()
-                if not done:  # LBFGS asks several times a step
-                    self._decay_(optimizer, list(parts.values()))
-                done = True
-                return loss
-
-            rest = {name: value for name, value in kwargs.items() if name != "closure"}
-            return (optimizer, closure_and_decay, *args[2:]), rest
-
-        undo.callback(optimizer.register_step_pre_hook(before_step).remove)
+        decayed = list(parts.values())
+        # LBFGS evaluates its closure several times a step
+        around_step(optimizer, undo, before=lambda: self._decay_(optimizer, decayed), once=True)
         return Installed([model.get_submodule(attention.module) for attention in known])
 
     @torch.no_grad()
@@ -89,10 +70,11 @@ class QKDecay(Method):
         for group, mine in _groups(optimizer, parts):
             rate, own = group["lr"], group.get("weight_decay", 0.0)
             decoupled = _decoupled(optimizer, group)
-            left = 1 - rate * self.decay
-            left = left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0.0)  # no sign is turned
-            # a decoupled optimizer will multiply by 1 − lr · own next: that is divided out
-            factor = left / _kept_of(rate, own) if decoupled else left
+            if decoupled and not isinstance(rate, Tensor) and rate * own >= 1:
+                raise LocaterError(
+                    f"a learning rate of {rate:g} with a weight_decay of {own:g} leaves nothing of the weights"
+                )
+            factor = decay_factor(rate, self.decay, own if decoupled else 0.0)
             for projection in mine:
                 tensor = projection.tensor
                 if tensor.grad is None:
@@ -107,16 +89,6 @@ class QKDecay(Method):
                     amount = own * (1.0 if grad_scale is None else grad_scale)
                     sign = 1 if group.get("maximize") else -1
                     add_part_(tensor.grad, tensor, projection.view, sign * amount)
-
-
-def _kept_of(rate: float | Tensor, decay: float) -> float | Tensor:
-    """What the optimizer's own decay will leave of the weights."""
-    kept = 1 - rate * decay
-    if not isinstance(kept, Tensor) and kept <= 0:
-        raise LocaterError(
-            f"a learning rate of {rate:g} with a weight_decay of {decay:g} leaves nothing of the weights"
-        )
-    return kept
 
 
 def _groups(optimizer: Optimizer, parts: Iterable[Projection]) -> Iterator[tuple[dict[str, Any], list[Projection]]]:

@@ -1,15 +1,10 @@
-"""QK-norm: queries and keys of every head divided by their root mean square, before RoPE.
-
-    q ← g_q ∘ q / √(mean q² + ε),   k likewise;   so |scale · q·k| ≤ scale · K · max|g_q| · max|g_k|,
-
-which is √K times the gains with the usual scale 1/√K.
+"""QK-norm on a model: queries and keys of every head are normalised where its linear layers put them out.
 
 Legend: G key heads, R query heads for each, K head width.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -18,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from locater.control._numbers import checked_positive, checked_strength
 from locater.control._parameters import add_group, owner_of, refuse_wrapped
-from locater.control.method import Installed, Method
+from locater.control.apply import Installed, Method
+from locater.control.rules.qk_norm import EPS, normalised
 from locater.errors import LocaterError
 from locater.models import Attention, Projection, attentions
 
@@ -29,7 +26,7 @@ _PART = "locater_qk_norm"  # the submodule of an attention module that holds the
 
 
 class QKNorm(Method):
-    """RMS-normalises q and k per head, with learned gains of the head's width (started at 1) or none.
+    """RMS-normalises q and k per head, with learned gains of the head's width (started at `initial_gain`) or none.
 
     The gains, one vector for the queries of a module and one for its keys, are parameters of the model under
     `<attention module>.locater_qk_norm`; they get a group of their own in the optimizer, without weight decay. A state
@@ -40,10 +37,11 @@ class QKNorm(Method):
     at_inference = "Two norms a layer, which the model has to be run with."
     at_start = "The output changes: the lengths of q and k are lost, and with them how sharp each head was."
 
-    def __init__(self, *, gain: bool = True, eps: float = 1e-6) -> None:
-        if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
-            raise LocaterError(f"eps must be a finite number that is not negative, got {eps!r:.80}")
-        self.gain, self.eps = bool(gain), float(eps)
+    def __init__(self, *, gain: bool = True, eps: float = EPS, initial_gain: float = 1.0) -> None:
+        self.gain, self.eps = bool(gain), checked_strength("eps", eps)
+        self.initial_gain = checked_positive("initial_gain", initial_gain)
+        if not self.gain and self.initial_gain != 1:
+            raise LocaterError("initial_gain is that of learned gains, which gain=False leaves out")
 
     def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
         known = attentions(model)
@@ -54,7 +52,7 @@ class QKNorm(Method):
         gains: list[nn.Parameter] = []
         for attention, plan in zip(known, plans, strict=True):
             module = model.get_submodule(attention.module)
-            norm = _Norm(attention, self.eps, self.gain)
+            norm = _Norm(attention, self.eps, self.initial_gain if self.gain else None)
             module.add_module(_PART, norm)
             undo.callback(delattr, module, _PART)
             for layer, names in plan:
@@ -98,23 +96,18 @@ def _plan(model: nn.Module, attention: Attention) -> Iterator[tuple[nn.Module, d
 class _Norm(nn.Module):
     """The gains of one attention module."""
 
-    def __init__(self, attention: Attention, eps: float, gain: bool) -> None:
+    def __init__(self, attention: Attention, eps: float, gain: float | None) -> None:
         super().__init__()
         self.eps = eps
         weight = attention.key.tensor
         width = attention.key.view(torch.empty(weight.shape, device="meta")).shape[-2]
         for part in ("query", "key"):
-            ones = nn.Parameter(torch.ones(width, dtype=weight.dtype, device=weight.device)) if gain else None
-            self.register_parameter(part, ones)
+            start = None if gain is None else torch.full((width,), gain, dtype=weight.dtype, device=weight.device)
+            self.register_parameter(part, None if start is None else nn.Parameter(start))
 
     def normalised(self, part: str, x: Tensor) -> Tensor:
-        """x (G, R, K, …), at least in float32."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(2, keepdim=True) + self.eps)
-        gain = getattr(self, part)
-        if gain is not None:
-            wide = wide * gain.reshape(-1, *[1] * (x.ndim - 3))
-        return wide.to(x.dtype)
+        """x (G, R, K, …)."""
+        return normalised(x.movedim(2, -1), getattr(self, part), self.eps).movedim(-1, 2)
 
 
 class _Hook:

@@ -1,8 +1,4 @@
-"""σReparam: a weight's spectral norm is a parameter of its own.
-
-    Ŵ = (γ / σ₁(W)) W,   γ learned, σ₁ followed by one power iteration a training forward
-
-W_Q and W_K (and W_V) in one fused layer are matrices of their own, each with its γ.
+"""σReparam on a model: Ŵ of `rules.sigma_reparam` as a torch parametrization of the weights.
 
 Legend: P matrices in one stored weight (O outputs, I inputs); u (O, P) and v (I, P) are their singular vectors.
 """
@@ -19,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from locater.control._closed_form import projections
-from locater.control._dense import gathered
-from locater.control._parameters import add_group, owner_of, refuse_wrapped, rows_of, scale_
-from locater.control.method import Installed, Method
+from locater.control._parameters import add_group, gathered, owner_of, projections, refuse_wrapped, rows_of, scale_
+from locater.control.apply import Installed, Method
+from locater.control.rules.sigma_reparam import first_singular_vectors, power_iteration, row_factors, spectral_norms
 from locater.errors import LocaterError
 from locater.hooks import in_backward
 from locater.models import Attention, attentions
@@ -181,11 +176,9 @@ class _Sigma(nn.Module):
         self.outputs = target.outputs
         weight = target.tensor.detach()
         self.register_buffer("part", target.part.to(weight.device), persistent=False)
-        matrix = self._matrix(weight)
-        masks = self._masks(target.parts, matrix).unbind(1)
-        vectors = [_top_vectors(matrix * mask[:, None]) for mask in masks]
-        self.register_buffer("u", torch.stack([u for u, _ in vectors], 1))
-        self.register_buffer("v", torch.stack([v for _, v in vectors], 1))
+        u, v = first_singular_vectors(self._matrix(weight), self.part, target.parts)
+        self.register_buffer("u", u)
+        self.register_buffer("v", v)
         sigma = self.sigma(weight)
         if not bool((sigma > 0).all()):
             raise LocaterError(f"{target.path} is all zero, and σReparam divides by its largest singular value")
@@ -195,30 +188,22 @@ class _Sigma(nn.Module):
         """(O, I), at least in float32."""
         return _as_matrix(weight, self.outputs).to(torch.promote_types(weight.dtype, torch.float32))
 
-    def _masks(self, parts: int, like: Tensor) -> Tensor:
-        """(O, P): 1 where an output is of a matrix."""
-        return (self.part[:, None] == torch.arange(parts, device=self.part.device)).to(like.dtype)
-
     def sigma(self, weight: Tensor) -> Tensor:
         """σ₁ (P,) as the present vectors give it, uᵀWv; differentiable in W."""
         matrix = self._matrix(weight)
         # copies: the next iteration must not change this one's graph
-        u, v = (x.to(matrix.dtype, copy=True) for x in (self.u, self.v))
-        return (u * (matrix @ v)).sum(0)
+        return spectral_norms(matrix, *(x.to(matrix.dtype, copy=True) for x in (self.u, self.v)))
 
     @torch.no_grad()
     def iterate(self, weight: Tensor) -> None:
-        """One power iteration for all matrices at once: u is 0 outside of its matrix."""
         matrix = self._matrix(weight)
-        v = _normalised(matrix.mT @ self.u.to(matrix.dtype))
-        self.u.copy_(_normalised((matrix @ v) * self._masks(v.shape[1], v)))
+        u, v = power_iteration(matrix, self.u.to(matrix.dtype), self.part)
+        self.u.copy_(u)
         self.v.copy_(v)
 
     def ratio(self, weight: Tensor, gamma: Tensor) -> Tensor:
         """γ/σ₁ by output, 1 for those left alone, in a shape that multiplies the stored weight."""
-        sigma = self.sigma(weight)
-        ratios = gamma.to(sigma.dtype) / sigma
-        by_output = torch.cat([ratios.new_ones(1), ratios])[self.part + 1].to(weight.dtype)
+        by_output = row_factors(gamma, self.sigma(weight), self.part).to(weight.dtype)
         return by_output if self.outputs == 1 else by_output.view(*weight.shape[:-1], 1)
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -240,19 +225,3 @@ def _bake(module: nn.Module, name: str) -> None:
         ratio = sigma.ratio(gathered(original), gathered(sigma.gamma))
     parametrize.remove_parametrizations(module, name, leave_parametrized=False)
     scale_(original, lambda tensor: tensor, ratio)
-
-
-def _normalised(x: Tensor) -> Tensor:
-    return nn.functional.normalize(x, dim=0)
-
-
-def _top_vectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The first singular vectors, by subspace iteration: eight vectors at once, so that a second σ near the first does
-    not matter. The start is the same for every matrix and takes nothing from torch's random numbers."""
-    width = min(8, *matrix.shape)
-    start = torch.randn(matrix.shape[1], width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    basis = start.to(matrix)
-    for _ in range(60):
-        basis = torch.linalg.qr(matrix.mT @ torch.linalg.qr(matrix @ basis).Q).Q
-    u, _, w = torch.linalg.svd(matrix @ basis, full_matrices=False)
-    return u[:, 0], basis @ w[0]

@@ -1,4 +1,4 @@
-"""Softcap: no logit beyond ±c, smoothly: s becomes c · tanh(s / c), as in Gemma 2.
+"""Softcap on a model: no logit beyond ±c (`rules.softcap`).
 
 Paths that can take it, of Hugging Face's attention interface: eager (computed here, since only a few families' own
 eager functions cap), flash_attention (its kernels cap) and flex_attention (as a score_mod). torch's
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from locater.control.method import Installed, Method
+from locater.control._numbers import checked_positive
+from locater.control.apply import Installed, Method
+from locater.control.rules.softcap import softcapped
 from locater.errors import LocaterError
 from locater.hooks import AttentionSite, Patch, implementation_of, interface_site, patch, reads_attribute
 from locater.models.families import generic
@@ -36,9 +38,7 @@ class Softcap(Method):
     at_start = "The output changes: a logit s by about s³/(3c²), nothing while logits are far below the cap."
 
     def __init__(self, cap: float = 50.0) -> None:
-        if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < math.inf:
-            raise LocaterError(f"cap must be a positive, finite number, got {cap!r:.80}")
-        self.cap = float(cap)
+        self.cap = checked_positive("cap", cap)
 
     def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
         del optimizer
@@ -129,7 +129,7 @@ def capped_attention(
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     s = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    s = softcap * torch.tanh(s / softcap)
+    s = softcapped(s, softcap)
     if position_bias is not None:
         s = s + position_bias
     if attention_mask is not None:

@@ -1,16 +1,12 @@
-"""Attention z-loss: keep the logsumexp of every query's logits near zero.
+"""Attention z-loss on a model: a penalty for each attention module keeps the logsumexp of its logits near zero.
 
-    penalty = strength · Σ over attention modules of the mean over queries and heads of logsumexp(logits)²
-
-PaLM's z-loss, on attention. No loop has to change: the penalty's gradient joins the loss's inside backward.
+No loop has to change: the penalty's gradient joins the loss's inside backward.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +14,12 @@ from torch.optim import Optimizer
 
 from locater.control._logsumexp import logsumexp
 from locater.control._numbers import checked_strength
-from locater.control.method import Installed, Method
+from locater.control.apply import Installed, Method
+from locater.control.rules.z_loss import LossScale, penalised, squared
 from locater.errors import LocaterError
 from locater.hooks import Intercepted, Interceptor, attention_sites, intercept
 
 __all__ = ["ZLoss"]
-
-LossScale: TypeAlias = float | Callable[[], float]
 
 
 class ZLoss(Method):
@@ -61,8 +56,7 @@ class ZLoss(Method):
             if mean is None:
                 return result
             latest[names[id(intercepted.module)]] = mean.detach()
-            carried: Tensor = _WithPenalty.apply(result, self.strength * mean, self.loss_scale)  # type: ignore[no-untyped-call]
-            return carried
+            return penalised(result, self.strength * mean, self.loss_scale)
 
         found = attention_sites(model)
         intercept(found, Interceptor(wants, tell), undo)
@@ -87,24 +81,7 @@ def _mean_square(intercepted: Intercepted) -> Tensor | None:
             if whole is None:
                 continue
             lse, kept = logsumexp(whole), whole
-        counts = lse.detach() != -torch.inf
-        if kept.real is not None:
-            counts = counts & kept.real[:, None]
-        total.append(lse.masked_fill(~counts, 0).square().sum())
+        square, counts = squared(lse, None if kept.real is None else kept.real[:, None])
+        total.append(square.sum())
         count.append(counts.sum())
     return torch.stack(total).sum() / torch.stack(count).sum().clamp(min=1) if total else None
-
-
-class _WithPenalty(torch.autograd.Function):
-    """The identity, through which backward reaches a penalty besides."""
-
-    @staticmethod
-    def forward(ctx: Any, carrier: Tensor, penalty: Tensor, loss_scale: LossScale) -> Tensor:
-        ctx.loss_scale, ctx.like = loss_scale, (penalty.dtype, penalty.device)
-        return carrier.view_as(carrier)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        scale = ctx.loss_scale() if callable(ctx.loss_scale) else ctx.loss_scale
-        dtype, device = ctx.like
-        return gradient, torch.full((), float(scale), dtype=dtype, device=device), None

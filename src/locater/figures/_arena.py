@@ -42,14 +42,14 @@ def against_rate(models: pd.DataFrame, title: str, unit: str) -> Drawing:
         if part.empty:
             continue
         ours = key.startswith("locater")
-        look: dict[str, Any] = {"color": colour, "linestyle": ":" if key == "none" else "-" if ours else "--"}
-        look |= {"linewidth": 2.2 if ours else 1.2, "label": CONTENDERS[key].label}
+        style: dict[str, Any] = {"color": colour, "linestyle": ":" if key == "none" else "-" if ours else "--"}
+        style |= {"linewidth": 2.2 if ours else 1.2, "label": CONTENDERS[key].label}
         line: dict[str, Any] = {}
         quantities = (("loss", part.loss / per), ("max_logit", part.max_logit), ("entropy", part.entropy))
         for ax, crosses, (quantity, values) in zip(axes, broken, quantities, strict=True):
             at = _over_seeds(values, part.learning_rate)
             ax.fill_between(at.index, at["min"], at["max"], color=colour, alpha=0.12, linewidth=0)
-            ax.plot(at.index, at["mean"], marker="o", markersize=3, **look)
+            ax.plot(at.index, at["mean"], marker="o", markersize=3, **style)
             for rate in at.index[at.broke > 0]:
                 crosses[float(rate)].append(colour)
             names = {"mean": "mean", "low": "min", "high": "max", "broke": "broke"}

@@ -52,7 +52,7 @@ def curves(sweep: Sweep) -> Drawing:
     axes = drawn.subplots(2, 3)
     drawn.suptitle(_title(sweep), fontsize=9)
     unit, label = _iterations(sweep)
-    looks = _looks(sweep.kappas)
+    styles = _styles(sweep.kappas)
     lines: dict[str, Any] = {}
     for kappa in _drawing_order(sweep.kappas):
         line = lines[kappa_name(kappa)] = _line(sweep, kappa)
@@ -60,19 +60,19 @@ def curves(sweep: Sweep) -> Drawing:
         for ax, (_, quantity, _) in panels:
             if len(line["seeds"]) > 1:
                 low, high = line[quantity]["low"], line[quantity]["high"]
-                ax.fill_between(line["steps"] / unit, low, high, color=looks[kappa]["color"], alpha=0.15, linewidth=0)
-            ax.plot(line["steps"] / unit, line[quantity]["mean"], **looks[kappa])
+                ax.fill_between(line["steps"] / unit, low, high, color=styles[kappa]["color"], alpha=0.15, linewidth=0)
+            ax.plot(line["steps"] / unit, line[quantity]["mean"], **styles[kappa])
     for ax, (letter, quantity, name) in zip(axes.flat, PANELS, strict=False):
         ax.set_title(letter, loc="left", fontweight="bold")
         ax.set(xlabel=label, ylabel=name, xlim=(0, sweep.steps[-1] / unit))
         if quantity == "scale":
             _log_if_wide(ax, [line["scale"]["mean"] for line in lines.values()])
     _mark_target(axes.flat[0], sweep)
-    window = _magnify(axes.flat[3], axes.flat[4], lines, looks, unit)
+    window = _magnify(axes.flat[3], axes.flat[4], lines, styles, unit)
     axes.flat[4].set_title("D, magnified", loc="left", fontweight="bold")
     axes.flat[4].set(xlabel=label, ylabel=PANELS[-1][2])
     axes.flat[5].axis("off")
-    handles = [Line2D([], [], label=_label(kappa), **looks[kappa]) for kappa in sweep.kappas]
+    handles = [Line2D([], [], label=_label(kappa), **styles[kappa]) for kappa in sweep.kappas]
     axes.flat[5].legend(handles=handles, loc="center", fontsize=9, handlelength=3.2, labelspacing=0.7)
     about = {"model": _model(sweep), "band": "lowest to highest over seeds", "averaged_over": "layers and heads"}
     return Drawing(drawn, nulled({**about, "magnified": window, "lines": lines}))
@@ -152,18 +152,18 @@ def _line(sweep: Sweep, kappa: float | None) -> dict[str, Any]:
     return line
 
 
-def _looks(kappas: Sequence[float | None]) -> dict[float | None, dict[str, Any]]:
+def _styles(kappas: Sequence[float | None]) -> dict[float | None, dict[str, Any]]:
     """Light to dark with κ₂ up to the paper's 1; beyond it another hue and dashes; none is black."""
     within = [kappa for kappa in kappas if kappa is not None and kappa <= 1]
     beyond = [kappa for kappa in kappas if kappa is not None and kappa > 1]
-    looks: dict[float | None, dict[str, Any]] = {None: {"color": BLACK, "linestyle": (0, (4, 2)), "linewidth": 1.2}}
+    styles: dict[float | None, dict[str, Any]] = {None: {"color": BLACK, "linestyle": (0, (4, 2)), "linewidth": 1.2}}
     for group, colours, first, last, dashes in (
         (within, "YlGnBu", 0.35, 0.95, "-"),
         (beyond, "OrRd", 0.5, 0.95, (0, (6, 1.5, 1.2, 1.5))),
     ):
         ramp = matplotlib.colormaps[colours](np.linspace(last, first, len(group))[::-1])  # one alone is dark
-        looks |= {kappa: {"color": tuple(c), "linestyle": dashes} for kappa, c in zip(group, ramp, strict=True)}
-    return looks
+        styles |= {kappa: {"color": tuple(c), "linestyle": dashes} for kappa, c in zip(group, ramp, strict=True)}
+    return styles
 
 
 def _drawing_order(kappas: Sequence[float | None]) -> list[float | None]:
@@ -172,7 +172,7 @@ def _drawing_order(kappas: Sequence[float | None]) -> list[float | None]:
 
 
 def _magnify(
-    whole: Axes, part: Axes, lines: dict[str, Any], looks: dict[float | None, dict[str, Any]], unit: float
+    whole: Axes, part: Axes, lines: dict[str, Any], styles: dict[float | None, dict[str, Any]], unit: float
 ) -> dict[str, Any]:
     """Sets D's range, and another panel's to where the lines have their minimum; marks the minima and the place."""
     lines = {key: line for key, line in lines.items() if np.isfinite(line["perplexity"]["mean"]).any()}
@@ -191,7 +191,7 @@ def _magnify(
     ceiling = max(ceiling, min(_perplexity_at(left, line) for line in lines.values()))
     for key, (x, y) in lowest.items():
         part.plot(
-            x / unit, y, "o", color=looks[lines[key]["kappa_2"]]["color"], markersize=3.5, zorder=5, clip_on=False
+            x / unit, y, "o", color=styles[lines[key]["kappa_2"]]["color"], markersize=3.5, zorder=5, clip_on=False
         )
     part.set(xlim=(left / unit, right / unit), ylim=(floor, ceiling))
     part.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))

@@ -33,7 +33,7 @@ def maps(seen: Reading, title: str) -> Figure:
     for ax, (name, label, colours, limits, extend) in zip(
         figure.subplots(1, 2, sharey=True),
         (
-            ("entropy_share", "entropy / ln(visible keys)", "cividis", {"vmin": 0.0, "vmax": 1.0}, "neither"),
+            ("entropy_share", "entropy / ln(unmasked keys)", "cividis", {"vmin": 0.0, "vmax": 1.0}, "neither"),
             ("max_logit", "largest logit", "magma", {"vmax": highest}, "max"),
         ),
         strict=True,
@@ -86,9 +86,10 @@ def _draw_entropy(ax: Axes, seen: Reading) -> None:
     ends = {0: "first layer", len(modules) - 1: "last layer"}
     for row, label in ends.items():
         ax.plot([], [], color=colours(0.08 + 0.92 * depth(row)), label=label)
-    place = np.arange(1, seen.length + 1)
-    bound, label = (place, "ln(position)") if _is_causal(seen) else (np.full_like(place, seen.length), "ln(length)")
-    ax.plot(place, np.log(bound), color="0.4", linestyle="--", linewidth=1, label=label)
+    position = np.arange(1, seen.length + 1)
+    causal = _is_causal(seen)
+    bound, label = (position, "ln(position)") if causal else (np.full_like(position, seen.length), "ln(length)")
+    ax.plot(position, np.log(bound), color="0.4", linestyle="--", linewidth=1, label=label)
     ax.set_title("entropy by query, mean over heads")
     ax.set_xlabel("query position")
     ax.set_ylabel("nats")

@@ -1,6 +1,6 @@
 """Figures 1 to 5 of the paper, drawn from this package's own numbers.
 
-Each function returns the figure and the data it shows. Progress, if wanted, is a callable that is told
+Each function returns the figure and the data it shows. Progress, if wanted, is a callable that takes
 the share done.
 """
 

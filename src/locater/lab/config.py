@@ -11,7 +11,12 @@ from typing import Any
 from locater.errors import LocaterError
 
 __all__ = [
+    "FREE_IN_ARENA",
+    "FREE_TO_COMPARE",
+    "FREE_TO_RESUME",
+    "KAPPA_1",
     "METHOD_NAMES",
+    "PAPER_KAPPAS",
     "PRESETS",
     "READINGS",
     "Config",
@@ -21,6 +26,7 @@ __all__ = [
     "check_whole",
     "fingerprint",
     "members_for",
+    "paper_strengths",
     "parsed",
     "preset",
 ]
@@ -57,7 +63,7 @@ def _one_of(name: str, value: Any, choices: Sequence[str]) -> None:
 
 METHOD_NAMES = (
     "none", "qk-norm", "softcap", "z-loss", "sigma-reparam", "sigma-reparam-qk", "qk-clip", "qk-decay",
-    "locater-decoupled", "locater-traced", "locater-auto",
+    "locater-decoupled", "locater-auto",
 )  # fmt: skip
 """Ways to keep attention from collapsing that a model can be trained with; `lab.methods` has them."""
 
@@ -72,7 +78,7 @@ class ModelConfig:
     heads: int = 1  # H; each is D/H wide
     tokens: int = 64  # T, the block length
     norm: str = "post"  # where LayerNorm stands: post, pre, or none
-    positions: str = "sines"  # added to the embeddings, or rotary: queries and keys turn
+    positions: str = "sines"  # added to the embeddings, or rotary: queries and keys are rotated
     joint_qk: bool = False  # train W_QK (D × D a head, no biases) instead of W_Q and W_K
     tied: bool = False  # one table for the embedding and the output projection
     dropout: float = 0.1  # on the embeddings and on both residual branches
@@ -93,9 +99,9 @@ class ModelConfig:
         if self.width % self.heads:
             raise LocaterError(f"width must be a multiple of heads, got {self.width} and {self.heads}")
         if self.positions == "rotary" and self.joint_qk:
-            raise LocaterError("rotary positions turn queries and keys: leave joint_qk out")
+            raise LocaterError("rotary positions rotate queries and keys: leave joint_qk out")
         if self.positions == "rotary" and self.head_width % 2:
-            raise LocaterError(f"rotary positions turn pairs: heads must have an even width, got {self.head_width}")
+            raise LocaterError(f"rotary positions rotate pairs: heads must have an even width, got {self.head_width}")
         for name in ("joint_qk", "tied"):
             _flag(name, getattr(self, name))
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
@@ -104,6 +110,13 @@ class ModelConfig:
     @property
     def head_width(self) -> int:
         return self.width // self.heads
+
+
+# Settings in which two runs may differ: for one to go on with the other's checkpoints, to be compared in a figure or a
+# claim, and to stand in an arena's table. Where `data` is free, the text itself is compared.
+FREE_TO_RESUME = ("steps", "checkpoint_every", "data")
+FREE_TO_COMPARE = ("steps", "record_every", "record_early", "checkpoint_every", "deterministic")
+FREE_IN_ARENA = ("method", "checkpoint_every", "data")
 
 
 @dataclass(frozen=True)
@@ -118,7 +131,7 @@ class Config:
     steps: int = 50_000
     warmup: int = 0  # steps in which the learning rate rises to what it is
     final_rate: float = 1.0  # the learning rate at the last step, of what it is after the warm-up; a cosine in between
-    release: float = 0.0  # the part of the training, its last, over which penalties and methods let go
+    release: float = 0.0  # the last part of training, over which the factor on penalties and methods falls from 1 to 0
     clip: float | None = None  # of a member's gradient norm, the penalty's gradient not counted
     precision: str = "fp32"  # fp32, bf16, fp16 with a loss scale of each member's own, or on a CPU fp64
     record_every: int = 500  # steps between records in the metrics
@@ -162,6 +175,14 @@ class Config:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def without(self, names: Sequence[str]) -> dict[str, Any]:
+        """As JSON, less the settings of these names, its own or its model's."""
+        own, model = ({k: v for k, v in asdict(part).items() if k not in names} for part in (self, self.model))
+        return own | {"model": model}
+
+    def same_but(self, names: Sequence[str], other: Config) -> bool:
+        return self.without(names) == other.without(names)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Config:
@@ -221,6 +242,20 @@ READINGS: dict[str, tuple[str, str]] = {
 (as fairseq does; a penalty beside it then acts with κ/tokens) or averaged. The first is the one its figures show."""
 
 
+KAPPA_1 = 100.0
+PAPER_KAPPAS = (0.0, 1e-3, 1e-2, 1e-1, 1.0)  # κ₂ of the paper's figures, which have κ₁ = 100 throughout
+
+
+def paper_strengths(
+    kappa_1: float, kappa_2: float, tokens_per_batch: int, reading: str = "figures"
+) -> tuple[float, float]:
+    """On the scale and on (trace − target)², beside a loss that is averaged per token."""
+    first, reduction = READINGS[reading]
+    divisor = tokens_per_batch if reduction == "sum" else 1
+    scale, mean = (kappa_1, kappa_2) if first == "scale" else (kappa_2, kappa_1)
+    return scale / divisor, mean / divisor
+
+
 def members_for(
     config: Config,
     kappas: Sequence[float | None],
@@ -228,23 +263,20 @@ def members_for(
     seeds: Sequence[int] = (0,),
     learning_rate: float,
     decay: float = 0.01,
-    kappa_1: float = 100.0,
+    kappa_1: float = KAPPA_1,
     reading: str = "figures",
 ) -> list[Member]:
     """A member for each κ₂ (None: no LocAteR) and seed, under one reading of the paper's objective."""
     _one_of("reading", reading, tuple(READINGS))
-    first, reduction = READINGS[reading]
-    divisor = config.tokens_per_batch if reduction == "sum" else 1
     made = []
     for kappa in kappas:
         if kappa is not None and not (isinstance(kappa, (int, float)) and 0 <= kappa < math.inf):
             raise LocaterError(f"κ₂ must be a finite number that is not negative, got {kappa!r}")
-        pair = (0.0, 0.0) if kappa is None else (kappa_1 / divisor, kappa / divisor)
-        scale, mean = pair if first == "scale" else pair[::-1]
+        pair = (0.0, 0.0) if kappa is None else paper_strengths(kappa_1, kappa, config.tokens_per_batch, reading)
         label = "none" if kappa is None else f"k{kappa:g}"
         prefix = "" if reading == "figures" else f"{reading}-"
         made += [
-            Member(f"{prefix}{label}-s{seed}", seed, learning_rate, decay, scale, mean, kappa_2=kappa, reading=reading)
+            Member(f"{prefix}{label}-s{seed}", seed, learning_rate, decay, *pair, kappa_2=kappa, reading=reading)
             for seed in seeds
         ]
     return made
@@ -257,7 +289,7 @@ class Preset:
     about: str
     config: Config
     learning_rate: float
-    kappas: tuple[float | None, ...] = (None, 0.0, 1e-3, 1e-2, 1e-1, 1.0)
+    kappas: tuple[float | None, ...] = (None, *PAPER_KAPPAS)
 
 
 def _paper(width: int, layers: int) -> Preset:
@@ -289,7 +321,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def parsed(name: str, word: str) -> Any:
-    """The value of a setting that somebody typed."""
+    """The value of a setting, from the word that was typed."""
     kinds = {f.name: str(f.type) for f in (*fields(ModelConfig), *fields(Config)) if f.name != "model"}
     kind = kinds.get(name, "str")
     if "None" in kind and word.lower() == "none":

@@ -133,7 +133,7 @@ def test_a_run_of_somebody_elses_in_a_group_s_place_is_refused_before_anything_i
     assert everything_in(tmp_path) == before
 
 
-def test_what_was_trained_by_another_rule_of_a_method_is_not_taken_for_this_one_s(folder, tmp_path):
+def test_what_was_trained_by_another_version_of_a_method_is_not_taken_for_this_one_s(folder, tmp_path):
     shutil.copytree(folder / "locater-auto", tmp_path / "locater-auto")
     path = tmp_path / "locater-auto" / "sweep.json"
     plan = json.loads(path.read_text())
@@ -141,7 +141,7 @@ def test_what_was_trained_by_another_rule_of_a_method_is_not_taken_for_this_one_
     path.write_text(json.dumps(plan))
     for contenders in (("locater-auto",), ("none", "qk-norm")):
         with pytest.raises(
-            LocaterError, match=r"locater-auto was trained by another rule of locater-auto than this ver"
+            LocaterError, match=r"locater-auto was trained by another version of locater-auto than this"
         ):
             run_arena(replace(SMALL, contenders=contenders), tmp_path, device="cpu")
     assert [child.name for child in tmp_path.iterdir()] == ["locater-auto"]

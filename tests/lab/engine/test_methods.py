@@ -14,10 +14,13 @@ from torch.nn import functional
 from turns import largest_product
 
 from locater import QK, LocaterError
-from locater.control.stacked import decoupled_step, ordinary_scale, penalty_gradient, seen_scale, within_limit
+from locater.control import penalty_gradient
+from locater.control.heads import Heads
+from locater.control.rules.decoupled import baseline_scale, decoupled_step, limit_factors
+from locater.control.rules.sigma_reparam import spectral_norms
 from locater.lab import Config, Member, ModelConfig, Stack, load_corpus
 from locater.lab.config import METHOD_NAMES
-from locater.lab.engine._method import rope_of
+from locater.lab.engine.heads import rope_of
 from locater.lab.engine.methods import METHODS, Softcap, ZLoss
 from locater.lab.engine.model import embed, hidden_states
 from locater.measure import max_logits
@@ -26,8 +29,8 @@ from locater.models import Norm, Rope
 MODEL = ModelConfig(width=16, ffn=32, layers=2, heads=2, tokens=8, norm="pre", dropout=0.0)
 CONFIG = Config(model=MODEL, batch=6, steps=60, clip=1.0, warmup=4, final_rate=0.1, probe_blocks=8)
 STRENGTHS = {
-    "none": 0.0, "qk-norm": 2.0, "softcap": 5.0, "z-loss": 1e-2, "sigma-reparam": 1.0, "sigma-reparam-qk": 0.7,
-    "qk-clip": 0.5, "qk-decay": 1.0, "locater-decoupled": 1.0, "locater-traced": 1.0, "locater-auto": 3.0,
+    "none": 0.0, "qk-norm": 2.0, "softcap": 5.0, "z-loss": 1e-2, "sigma-reparam": 0.0, "sigma-reparam-qk": 0.0,
+    "qk-clip": 0.5, "qk-decay": 1.0, "locater-decoupled": 1.0, "locater-auto": 3.0,
 }  # fmt: skip
 
 
@@ -129,22 +132,28 @@ def test_the_spectral_norm_under_sigma_reparam_is_its_gamma(corpus, method):
 
 
 def test_sigma_reparams_gradient_is_that_of_the_quotient(corpus):
-    stack = stack_of("sigma-reparam-qk", corpus)
-    values = {name: v.double().requires_grad_() for name, v in stack.body(stack.segments["body"].value).items()}
+    stack = stack_of("sigma-reparam-qk", corpus, precision="fp64")
+    values = {name: v.clone().requires_grad_() for name, v in stack.body(stack.segments["body"].value).items()}
     w, gamma = values["layers.0.qkv.weight"], values["layers.0.qkv.gamma"]
-    for buffers in (stack.method._right, stack.method._left, stack.method._sigma):
-        for name in buffers:
-            buffers[name] = buffers[name].double()
-    stack.method.settle(values)
     up = torch.randn(w.shape, dtype=torch.float64)
     found = torch.autograd.grad((stack.method.weights(values)["layers.0.qkv.weight"] * up).sum(), (w, gamma))
-    u, v = stack.method._left["layers.0.qkv"], stack.method._right["layers.0.qkv"]
+    u, v = stack.method._vectors["layers.0.qkv"]
     parts = w.unflatten(1, (3, -1))
-    sigma = torch.einsum("enm,enmk,enk->en", u, parts[:, :2], v)
+    sigma = spectral_norms(w, u, v)
     scaled = torch.cat([(gamma / sigma)[..., None, None] * parts[:, :2], parts[:, 2:]], dim=1).flatten(1, 2)
     expected = torch.autograd.grad((scaled * up).sum(), (w, gamma))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_sigma_reparam_starts_as_the_model_was(corpus):
+    """γ is σ₁ of every matrix, so that nothing changes."""
+    stack = stack_of("sigma-reparam", corpus, precision="fp64")
+    values = stack.body(stack.segments["body"].value)
+    w_q = values["layers.1.qkv.weight"][0, :16]
+    assert float(values["layers.1.qkv.gamma"][0, 0]) == pytest.approx(float(torch.linalg.matrix_norm(w_q, 2)))
+    for name, weight in stack.method.weights(values).items():
+        torch.testing.assert_close(weight, values[name], rtol=1e-12, atol=1e-12)
 
 
 def test_after_qk_clip_no_logit_exceeds_tau_on_the_batch_that_set_it(corpus):
@@ -206,7 +215,7 @@ def test_decay_shrinks_queries_and_keys_and_nothing_else(corpus):
     stack = stack_of("qk-decay", corpus)
     values = stack.body(stack.segments["body"].value)
     before = {name: value.clone() for name, value in values.items()}
-    assert stack.method.after_update(values, torch.tensor([0.1]), torch.ones(()))
+    stack.method.before_update(values, torch.tensor([0.1]), torch.zeros(1), torch.ones(()))
     for name, value in values.items():
         parts, old = (x.unflatten(1, (3, -1)) if "qkv.weight" in name else x[:, None] for x in (value, before[name]))
         shrunk = 0.9 if "qkv.weight" in name else 1.0
@@ -285,7 +294,7 @@ def test_no_pull_however_strong_carries_the_trace_past_its_target(seed, exponent
 def test_beside_an_ordinary_scale_a_trace_is_raised_and_not_lowered():
     qk, step = factors(0), torch.tensor(0.01, dtype=torch.float64)
     for target, moves in ((qk.trace() - 1, False), (qk.trace() + 1, True)):
-        found = QK(*decoupled_step(qk, step, step, target, ordinary=qk.scale()))
+        found = QK(*decoupled_step(qk, step, step, target, baseline=qk.scale()))
         assert (found.trace() > qk.trace()).all() if moves else torch.equal(found.dense(), qk.dense())
 
 
@@ -300,11 +309,11 @@ def test_beside_an_ordinary_scale_a_head_is_pressed_by_how_far_it_has_grown():
 
 def test_an_ordinary_scale_is_the_first_or_that_of_logits_of_a_third_of_a_standard_deviation_and_grows():
     first, width = torch.tensor([0.0, 3.0, 70.0]), 64
-    assert ordinary_scale(first, width**-0.5).tolist() == [8.0, 8.0, 70.0]
-    assert ordinary_scale(first, width**-0.5, 250).tolist() == [8.0, 8.0, 70.0]
-    assert ordinary_scale(first, width**-0.5, torch.tensor(375.0)).tolist() == pytest.approx([18, 18, 157.5], rel=1e-6)
+    assert baseline_scale(first, width**-0.5).tolist() == [8.0, 8.0, 70.0]
+    assert baseline_scale(first, width**-0.5, 250).tolist() == [8.0, 8.0, 70.0]
+    assert baseline_scale(first, width**-0.5, torch.tensor(375.0)).tolist() == pytest.approx([18, 18, 157.5], rel=1e-6)
     for late in (2_000, 10**6):
-        assert ordinary_scale(first, width**-0.5, late).tolist() == [512.0, 512.0, 4480.0]
+        assert baseline_scale(first, width**-0.5, late).tolist() == [512.0, 512.0, 4480.0]
     random = torch.Generator().manual_seed(0)
     qk = QK(*(torch.randn(width, 256, generator=random) / 256**0.5 for _ in range(2)))  # a scale of about 64
     x, y = torch.randn(2, 4000, 256, generator=random)
@@ -331,22 +340,23 @@ def test_the_scale_that_tokens_meet_is_the_variance_of_what_a_head_compares(cent
     rope = Rope(torch.ones(2)) if turning else None  # of six coordinates, four turn
     gram_q, gram_k = q.T @ q / tokens, k.T @ k / tokens
     measured = largest_product(rope, gram_q, gram_k) if turning else (gram_q * gram_k).sum()
-    assert float(seen_scale(qk, norm, biases, rope)) == pytest.approx(float(measured), rel=0.02)
-    assert float(seen_scale(qk, None, (None, None))) == pytest.approx(float(qk.scale()))
+    heads = Heads(QK(qk.w_q[None], qk.w_k[None]), 6**-0.5, biases, norm, rope)
+    assert float(heads.effective_scale()) == pytest.approx(float(measured), rel=0.02)
+    assert float(replace(heads, rope=None).scale()) == pytest.approx(float(qk.scale()))
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("moves", [(True, True), (True, False), (False, True)])
 def test_what_is_within_the_limit_stays_and_the_rest_is_shrunk_to_it(moves, shared):
     growth = torch.tensor([[0.5, 2.9, 3.0, 10.0, 1e6]])
-    f_q, f_k = within_limit(growth, moves=moves, shared=shared)
+    f_q, f_k = limit_factors(growth, trained=moves, shared_keys=shared)
     after = growth * f_q.square() * f_k.square()
     assert (after <= 3 * (1 + 1e-6)).all()
     if not shared or moves[0]:
         torch.testing.assert_close(after, growth.clamp(max=3.0))
     assert moves[0] or torch.equal(f_q, torch.ones_like(f_q))
     assert moves[1] or torch.equal(f_k, torch.ones_like(f_k))
-    assert within_limit(growth, hold=0.0)[0].tolist() == [[1.0] * 5]  # lets go
+    assert limit_factors(growth, 0.0)[0].tolist() == [[1.0] * 5]  # lets go
 
 
 @pytest.mark.parametrize("positions", ["sines", "rotary"])
@@ -357,7 +367,7 @@ def test_no_learning_rate_carries_a_scale_or_a_logit_beyond_its_limit(corpus, po
     scale is the largest at any distance."""
     stack = stack_of("locater-auto", corpus, Member("wild", learning_rate=1.0, strength=3.0), positions=positions)
     width, d = stack.config.model.head_width, stack.config.model.width
-    ordinary = ordinary_scale(stack.method.state()["first"][0, ..., 1].clone(), width**-0.5)  # (L, H)
+    ordinary = baseline_scale(stack.method.state()["first"][0, ..., 1].clone(), width**-0.5)  # (L, H)
     rope = rope_of(stack.config.model, torch.device("cpu"))
     most = (3 * ordinary * (d if rope is None else d + 1) * (d + 1) / width).sqrt()
     reached = torch.zeros_like(most)
@@ -369,7 +379,7 @@ def test_no_learning_rate_carries_a_scale_or_a_logit_beyond_its_limit(corpus, po
             w_q, w_k, _ = values[at + "qkv.weight"][0].unflatten(0, (3, 2, -1)).unbind(0)
             b_q, b_k, _ = values[at + "qkv.bias"][0].unflatten(0, (3, 2, -1)).unbind(0)
             norm = Norm(values[at + "attention_norm.weight"][0], 0.0, True, values[at + "attention_norm.bias"][0])
-            scale = seen_scale(QK(w_q, w_k), norm, (b_q, b_k), rope)
+            scale = Heads(QK(w_q, w_k), width**-0.5, (b_q, b_k), norm, rope).effective_scale()
             assert (scale <= 3 * ordinary[layer] * (1 + 1e-4)).all()
             logits = q @ k.mT / width**0.5
             spread = (logits.amax(-1) - logits.amin(-1)).amax((0, 1, 3))  # over batch and queries, a head
@@ -423,7 +433,7 @@ def test_methods_let_go_in_the_last_part_of_training(corpus):
     holds = []
     for step in range(20):
         stack._clock.fill_(step)
-        holds.append(float(stack._hold()))
+        holds.append(float(stack._strength_factor()))
     assert holds[:16] == pytest.approx([1.0] * 16)
     assert holds[16:] == pytest.approx([0.8, 0.6, 0.4, 0.2])
 

@@ -17,7 +17,7 @@ import numpy as np
 from locater.errors import LocaterError
 from locater.lab.arena.cost import REFERENCE, Cost, read_costs, time_contenders, write_timing
 from locater.lab.arena.folder import check_groups, conditions, difference, discard_unfinished, entries_in
-from locater.lab.config import Config, Member, ModelConfig
+from locater.lab.config import KAPPA_1, Config, Member, ModelConfig, paper_strengths
 from locater.lab.data import Corpus, load_corpus
 from locater.lab.engine.methods import METHODS
 from locater.lab.engine.stack import check_sizes
@@ -56,14 +56,11 @@ class Contender:
     method: str
     strengths: tuple[float, ...]  # the default first
     at_inference: str  # what remains of it
-    coupled: bool = False  # LocAteR through the optimizer: the strength is the paper's κ₂, beside κ₁ = 100
+    coupled: bool = False  # LocAteR through the optimizer: the strength is the paper's κ₂, beside its κ₁
 
     def member(self, strength: float, rate: float, seed: int, config: Config) -> Member:
-        name = f"x{strength:g}-lr{rate:g}-s{seed}"
-        if self.coupled:
-            tokens = config.tokens_per_batch
-            return Member(name, seed, rate, 0.0, strength / tokens, 100 / tokens, strength=strength)
-        return Member(name, seed, rate, 0.0, strength=strength)
+        pair = paper_strengths(KAPPA_1, strength, config.tokens_per_batch) if self.coupled else (0.0, 0.0)
+        return Member(f"x{strength:g}-lr{rate:g}-s{seed}", seed, rate, 0.0, *pair, strength=strength)
 
 
 CONTENDERS: dict[str, Contender] = {
@@ -154,7 +151,7 @@ def run_arena(
     """
     folder = Path(folder)
     _check_names(arena.contenders)
-    place = device_of(device)
+    torch_device = device_of(device)
     corpus = load_corpus(arena.config.data, unit=arena.config.unit, vocabulary=arena.config.vocabulary)
     check_sizes(arena.config, corpus)
     _check_folder(arena, folder, corpus)
@@ -166,7 +163,7 @@ def run_arena(
     if untimed := [name for name in arena.contenders if name not in known]:
         timed = {name: arena.planned(name) for name in (REFERENCE, *untimed)}
         first = {name: (config, members[0]) for name, (config, members) in timed.items()}
-        write_timing(folder, time_contenders(first, corpus, place))
+        write_timing(folder, time_contenders(first, corpus, torch_device))
     tell = watch or (lambda _group, _progress: None)
     for name, plan in zip(arena.contenders, plans, strict=True):
         discard_unfinished(plan)
@@ -180,7 +177,7 @@ def run_arena(
 
 def _plan(arena: Arena, name: str, folder: Path, group_size: int) -> Plan:
     config, members = arena.planned(name)
-    about = {"contender": name, "rule": METHODS[config.model.method].rule}
+    about = {"contender": name, "rule": METHODS[config.model.method].version}
     return Plan.of(folder / name, config, members, group_size, about)
 
 
@@ -197,9 +194,10 @@ def _check_folder(arena: Arena, folder: Path, corpus: Corpus) -> None:
     name = arena.contenders[0]
     wanted = conditions(*arena.planned(name), corpus.fingerprint)
     for entry in entries_in(folder):
-        if entry.rule != METHODS[entry.config.model.method].rule:
+        method = entry.plan.config.model.method
+        if entry.version != METHODS[method].version:
             raise LocaterError(
-                f"{entry.folder} was trained by another rule of {entry.config.model.method} than this version's: "
+                f"{entry.plan.folder} was trained by another version of {method} than this one: "
                 "choose another folder, or remove that one to train it anew"
             )
         if found := difference(entry.conditions(), wanted):
@@ -244,7 +242,7 @@ def read_arena(folder: str | Path, contenders: Sequence[str] | None = None) -> p
     rows: list[dict[str, Any]] = []
     for entry in entries:
         records = entry.records()
-        for member in (member for group in entry.groups.values() for member in group):
+        for member in entry.members:
             about = {"contender": entry.contender, "strength": member.strength, "learning_rate": member.learning_rate}
             row = about | {"seed": member.seed} | _outcome(records[member.name])
             rows.append(row | asdict(costs.get(entry.contender, Cost())))

@@ -1,6 +1,6 @@
-"""What a contender's update costs: all are timed in turns, in one go, so that a busy machine is busy for each of them.
+"""What a contender's update costs: all are timed in the same rounds, so that a busy machine is busy for each of them.
 
-cost.json in an arena's folder has an entry for every such go, "none" in each: a contender that comes later is timed
+cost.json in an arena's folder has an entry for every timing, "none" in each: a contender that comes later is timed
 beside the same reference.
 """
 
@@ -31,7 +31,7 @@ REFERENCE = "none"
 _FILE = "cost.json"
 _MODELS = {"cuda": 15}  # stacked while updates are timed; elsewhere two
 _WARM = {"cuda": 4}  # updates before: two as they are, one that is recorded, one replayed; elsewhere two
-_LEAST, _MOST = 5, 25  # rounds, in each of which every contender has a turn: one update
+_LEAST, _MOST = 5, 25  # rounds, in each of which every contender makes one update
 _SECONDS = 5.0  # after which only the least of them begin
 
 
@@ -40,14 +40,14 @@ class Cost:
     """Of one model and update; NaN where it is not known."""
 
     milliseconds: float = math.nan
-    relative: float = math.nan  # milliseconds in units of those of no protection in the same go
+    relative: float = math.nan  # milliseconds in units of those of no protection in the same timing
     bytes: float = math.nan  # at their peak, parameters and Adam's moments included; on a GPU
 
 
 def time_contenders(
     entries: Mapping[str, tuple[Config, Member]], corpus: Corpus, device: torch.device
 ) -> dict[str, Any]:
-    """Milliseconds a model and update, the median of turns, and on a GPU bytes a model; as cost.json has them.
+    """Milliseconds a model and update, the median of rounds, and on a GPU bytes a model; as cost.json has them.
 
     All contenders are on the device at once. Where they do not fit, half as many models each are tried.
     """
@@ -83,14 +83,14 @@ def _timed(
         _seconds(stacks[name], _WARM.get(device.type, 2))
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         found[name] = {} if peak is None else {"bytes": (peak - before) / models}
-    turns: dict[str, list[float]] = {name: [] for name in stacks}
+    seconds: dict[str, list[float]] = {name: [] for name in stacks}
     began, rounds = time.perf_counter(), 0
     while rounds < _LEAST or (rounds < _MOST and time.perf_counter() - began < _SECONDS):
-        # there and back, so that nobody always comes after the same neighbour
+        # there and back, so that none always comes after the same neighbour
         for name in list(stacks)[:: -1 if rounds % 2 else 1]:
-            turns[name].append(_seconds(stacks[name], 1))
+            seconds[name].append(_seconds(stacks[name], 1))
         rounds += 1
-    for name, times in turns.items():
+    for name, times in seconds.items():
         found[name]["milliseconds"] = 1e3 * median(times) / models
     stacks.clear()
     _tidy(device)

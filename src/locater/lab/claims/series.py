@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from locater.errors import LocaterError
 from locater.lab.claims.statistics import Array, relative_change
-from locater.lab.config import Config, Member
+from locater.lab.config import FREE_TO_COMPARE, Config, Member
 from locater.lab.runs.records import Run, read_metrics, read_runs
 
 __all__ = ["FIGURE_OF", "Sweep", "kappa_name", "read_sweep", "seed_spread"]
@@ -131,7 +131,7 @@ def _comparable_runs(folder: str | Path, model: tuple[int, int] | None) -> list[
                 f"this needs a sweep of {_shape(*model)} (locater sweep paper-d{model[0]}-l{model[1]}), "
                 f"but {folder} holds {' and '.join(_shape(*each) for each in sorted(set(shapes)))}"
             )
-    if any(_compared(run.config) != _compared(runs[0].config) for run in runs):
+    if not all(run.config.same_but(FREE_TO_COMPARE, runs[0].config) for run in runs):
         raise LocaterError(f"the runs in {folder} differ in more than their members; give the folder of one sweep")
     return runs
 
@@ -174,11 +174,6 @@ def _chosen(folder: str | Path, runs: Sequence[Run]) -> list[tuple[Run, Member]]
         raise LocaterError(f"the members in {folder} differ in more than κ₂ and the seed; a figure compares these only")
     order = sorted(found, key=lambda line: (-1.0 if line[0] is None else line[0], line[1]))
     return [found[line] for line in order]
-
-
-def _compared(config: Config) -> Config:
-    """What must be equal for members to be compared; how far they have come and what is kept need not."""
-    return config.changed(steps=1, record_every=1, record_early=False, checkpoint_every=0, deterministic=False)
 
 
 def _shape(width: int, layers: int) -> str:

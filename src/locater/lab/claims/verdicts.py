@@ -5,10 +5,10 @@ Verdicts are three words: reproduced, not reproduced, cannot tell. What makes th
 - Two strengths differ only if the seeds say so: the differences, paired by seed, are all of one sign and their mean
   exceeds twice their standard deviation (for three seeds t > 3.5, a two-sided p below 0.08). With a single seed, a
   difference must exceed `noise`, the relative spread between seeds measured in another sweep (`seed_spread`); without
-  one, nothing can be told.
+  one, everything is left open.
 - A trend over the paper's five strengths is reproduced if κ₂ = 0 and 1 differ as claimed and no step between
-  neighbours goes the other way by more than the seeds' spread and a tenth of the whole change. Neighbours that cannot
-  be told apart do not break it: 0 and 10⁻³ hardly differ.
+  neighbours goes the other way by more than the seeds' spread and a tenth of the whole change. Neighbours that do not
+  differ do not break it: 0 and 10⁻³ hardly do.
 - A strength that was not trained, or a sweep that has not come to its end, gives "cannot tell".
 """
 
@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from locater.io import nulled
 from locater.lab.claims.series import FIGURE_OF, Sweep, kappa_name, read_sweep
 from locater.lab.claims.statistics import minimum, phases, rank_correlations, sign_of_difference, stripes, trend
+from locater.lab.config import PAPER_KAPPAS
 
-__all__ = ["PAPER_KAPPAS", "Claim", "claims", "claims_markdown"]
+__all__ = ["Claim", "claims", "claims_markdown"]
 
 Noise: TypeAlias = Mapping[str, float] | float | None  # the relative spread between seeds, of each quantity or of all
 Finding: TypeAlias = tuple[str, str, dict[str, Any]]  # measured, verdict, evidence
 
-PAPER_KAPPAS = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
 REPRODUCED, NOT_REPRODUCED, CANNOT_TELL = "reproduced", "not reproduced", "cannot tell"
 
 THROUGHOUT = 0.95  # of the recorded steps is "entirely"

@@ -1,221 +1,286 @@
-"""Ways to keep attention from collapsing, as they enter a stack of models: what each changes, and where.
+"""Host two of the rules in `control.rules`: methods against collapse, on a stack of models.
 
 A method may replace weights before they are used (σReparam), change queries and keys (QK-norm), change the attention
-itself (softcap), add to the gradient (z-loss), or act on W_Q and W_K after an update (QK-clip, decay, LocAteR's
-decoupled forms). Each member has one number of its own, its strength; what that means is said at each method.
-`at_inference()` is what remains when training is over.
+itself (softcap), add to the gradient (z-loss), or act on W_Q and W_K around an update (decay, QK-clip, LocAteR beside
+the optimizer). Each member has one number of its own, its strength; what that means is said at each method.
 
-Legend: E stacked models, B blocks, T tokens, H heads, K head width, D width.
+Legend: E stacked models, B blocks, L layers, T tokens, H heads, K head width, D width.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from locater.lab.config import ModelConfig
-from locater.lab.engine._method import Method, Parameters
-from locater.lab.engine._weight_methods import AutoLocAteR, DecoupledLocAteR, QKClip, QKDecay, TracedLocAteR
+from locater.control._logsumexp import logsumexp
+from locater.control.rules import sigma_reparam as sigma
+from locater.control.rules.decay import decay_factor
+from locater.control.rules.decoupled import VERSION, Decoupled
+from locater.control.rules.qk_clip import clip_factors
+from locater.control.rules.qk_norm import normalised
+from locater.control.rules.softcap import softcapped
+from locater.control.rules.z_loss import penalised, squared
+from locater.hooks import of_stack
+from locater.lab.config import METHOD_NAMES, ModelConfig
+from locater.lab.engine.heads import Parameters, all_heads, rope_of, set_heads
+from locater.measure import max_logits
 
 __all__ = ["METHODS", "Method", "method_of"]
 
 
-class QKNorm(Method):
-    """RMS norm of each query and key, with learned gains (K,) for all heads of a layer; stays at inference.
+class Method:
+    """No change at all, and what the others start from. `strength` is (E,)."""
 
-    The strength is the gains' product at the start: logits are then at most √K times it.
-    """
+    version = 1  # raised when a formula changes: what was trained by another does not go on, nor into one table
+    added: tuple[str, ...] = ()  # how the names of parameters end that the method adds; they are not decayed
 
-    def start(self, values: Parameters, seeds: Tensor) -> None:
-        del seeds
-        for name, value in values.items():
-            if name.endswith((".q_gain", ".k_gain")):
-                value.copy_(self.strength.sqrt()[:, None].expand_as(value))
+    def __init__(self, config: ModelConfig, strength: Tensor) -> None:
+        self.config, self.strength = config, strength
 
-    def before_turning(self, p: Parameters, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        def normed(x: Tensor, name: str) -> Tensor:
-            gain = p[f"layers.{layer}.{name}"][:, None, None, None]
-            return functional.rms_norm(x, x.shape[-1:], eps=1e-6) * gain
+    def start(self, values: Parameters) -> None:
+        """Sets the parameters that the method added, and its own state, from float32 values (E, …)."""
 
-        return normed(q, "q_gain"), normed(k, "k_gain")
+    def state(self) -> dict[str, Tensor]:
+        """What it carries from step to step."""
+        return {}
+
+    def refresh(self, values: Parameters) -> None:
+        """Before a training forward; `values` are the float32 parameters."""
+
+    def weights(self, p: Parameters) -> Parameters:
+        """What the forward uses in place of p."""
+        return p
+
+    def before_rope(self, p: Parameters, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys (E, B, H, T, K) before rotary positions, if positions are rotary."""
+        del p, layer
+        return q, k
+
+    def compare(self, p: Parameters, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys (E, B, H, T, K) as the attention compares them."""
+        del p, layer
+        return q, k
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """(E·B, H, T, ·) from (E, B, H, T, ·)."""
+        q, k, v = (a.flatten(0, 1) for a in (q, k, v))
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+    def cap(self, member: int) -> float | None:
+        """Of a member's logits, for those who measure them."""
+        del member
+        return None
+
+    def before_update(self, values: Parameters, rate: Tensor, decay: Tensor, factor: Tensor) -> None:
+        """Acts on the float32 parameters before the optimizer, which will multiply them by 1 − rate · decay.
+
+        `rate` and `decay` (E,) are the update's; `factor`, from 1 to 0 at the end of training, is the strength's.
+        """
+        del factor
+        for name, value in values.items() if self.added else ():
+            if name.endswith(self.added):
+                value *= self._column(decay_factor(rate, 0.0, decay), value)
+
+    def after_update(self, values: Parameters, rate: Tensor, factor: Tensor) -> bool:
+        """Acts on the float32 parameters after the optimizer; says whether W_Q and W_K changed."""
+        del values, rate, factor
+        return False
+
+    def at_inference(self) -> Method:
+        """What remains of it when training is over."""
+        return Method(self.config, self.strength)
+
+    @staticmethod
+    def _column(x: Tensor | float, like: Tensor) -> Tensor:
+        """(E,) against (E, …)."""
+        return torch.as_tensor(x).view(-1, *[1] * (like.ndim - 1))
+
+
+# ---------------------------------------------------------------------- changes of the forward
+
+
+class _Remaining(Method):
+    """One that is part of the model, at inference too."""
 
     def at_inference(self) -> Method:
         return self
 
 
-class Softcap(Method):
-    """c · tanh(s / c) of every logit s, c being the strength; T × T is formed, and stays at inference."""
+class QKNorm(_Remaining):
+    """With gains (K,) for all heads of a layer. The strength is the gains' product at the start."""
+
+    added = (".q_gain", ".k_gain")
+
+    def start(self, values: Parameters) -> None:
+        for name, value in values.items():
+            if name.endswith(self.added):
+                value.copy_(self.strength.sqrt()[:, None].expand_as(value))
+
+    def before_rope(self, p: Parameters, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        gains = (p[f"layers.{layer}{name}"][:, None, None, None] for name in self.added)
+        q, k = map(normalised, (q, k), gains)
+        return q, k
+
+
+class Softcap(_Remaining):
+    """The strength is the cap. T × T is formed."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        cap = self.strength[:, None, None, None, None]
-        s = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * (scale / cap)
-        s = s.tanh() * cap
-        hidden = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu_(1)
-        return (s.masked_fill(hidden, -math.inf).softmax(-1).to(v.dtype) @ v).flatten(0, 1)
+        s = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+        s = softcapped(s, self.strength[:, None, None, None, None])
+        masked = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu_(1)
+        return (s.masked_fill(masked, -math.inf).softmax(-1).to(v.dtype) @ v).flatten(0, 1)
 
     def cap(self, member: int) -> float | None:
         return float(self.strength[member])
 
-    def at_inference(self) -> Method:
-        return self
-
 
 class ZLoss(Method):
-    """Adds strength · Σ_layers mean(logsumexp²) to the loss, through the gradients of queries and keys."""
+    """Adds the penalty of every layer to the loss, through the gradients of queries and keys."""
 
     def compare(self, p: Parameters, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         del p, layer
-        out: tuple[Tensor, Tensor] = _add_gradient(q, k, *_z_gradient(q.detach(), k.detach(), self.strength))
-        return out
+        real = torch.ones(1, device=q.device, dtype=torch.bool).expand(*q.shape[:2], q.shape[3])
+        lse = logsumexp(of_stack(q, k, q.shape[-1] ** -0.5, real)).unflatten(0, q.shape[:2])  # (E, B, H, T)
+        penalty = self.strength * squared(lse)[0].mean((1, 2, 3))
+        return penalised(q, penalty.sum()), k
 
 
-def _z_gradient(q: Tensor, k: Tensor, strength: Tensor) -> tuple[Tensor, Tensor]:
-    scale = 1 / math.sqrt(q.shape[-1])
-    s = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
-    s.masked_fill_(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu_(1), -math.inf)
-    lse = s.logsumexp(-1, keepdim=True)
-    p = s.sub_(lse).exp_()
-    p *= lse * (2 * scale * strength[:, None, None, None, None] / lse[0].numel())
-    p = p.to(q.dtype)
-    return p @ k, p.mT @ q
+class SigmaReparam(_Remaining):
+    """On every linear layer of the blocks; γ starts at σ₁(W). It has no strength."""
 
+    version = 2
+    added = (".gamma",)
+    matrices: dict[str, int] = {"qkv": 3, "out": 1, "fc1": 1, "fc2": 1}  # noqa: RUF012
 
-class _AddGradient(torch.autograd.Function):
-    """q and k as they are; backward adds what is given."""
+    def start(self, values: Parameters) -> None:
+        self._vectors: dict[str, tuple[Tensor, Tensor]] = {}  # u (E, O, P), v (E, I, P)
+        for name, part in self._weights():
+            w = values[f"{name}.weight"]
+            u, v = sigma.first_singular_vectors(w, part.to(w.device), self._count(name))
+            self._vectors[name] = u, v
+            values[f"{name}.gamma"].copy_(sigma.spectral_norms(w, u, v))
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, more_q: Tensor, more_k: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(more_q, more_k)
-        return q.view_as(q), k.view_as(k)
+    def _count(self, name: str) -> int:
+        return self.matrices[name.rpartition(".")[2]]
 
-    @staticmethod
-    def backward(ctx: Any, *up: Any) -> tuple[Tensor, Tensor, None, None]:
-        more_q, more_k = ctx.saved_tensors
-        return up[0] + more_q, up[1] + more_k, None, None
-
-
-_add_gradient: Any = _AddGradient.apply
-
-
-class SigmaReparam(Method):
-    """Ŵ = (γ / σ₁(W)) W for every linear layer of the blocks; γ is learned and starts at the strength.
-
-    σ₁ by one power iteration a training step, in float32. Ŵ can be stored in W's place when training is over.
-    """
-
-    names: tuple[str, ...] = ("qkv", "out", "fc1", "fc2")
-    parts = 3  # of qkv
-
-    def start(self, values: Parameters, seeds: Tensor) -> None:
-        self._right: dict[str, Tensor] = {}  # (E, n, N)
-        self._left: dict[str, Tensor] = {}  # (E, n, M)
-        self._sigma: dict[str, Tensor] = {}  # (E, n)
-        for i in range(self.config.layers):
-            for name in self.names:
-                full = f"layers.{i}.{name}"
-                values[full + ".gamma"].copy_(self.strength[:, None].expand_as(values[full + ".gamma"]))
-                w = self._matrices(values, full)
-                drawn = [
-                    torch.randn(w.shape[1], w.shape[3], generator=torch.Generator().manual_seed(seed + i))
-                    for seed in seeds.tolist()
-                ]
-                self._right[full] = functional.normalize(torch.stack(drawn).to(w), dim=-1)
-                self._left[full], self._sigma[full] = w.new_empty(w.shape[:3]), w.new_empty(w.shape[:2])
-        for _ in range(60):
-            self.refresh(values)
-
-    def _matrices(self, p: Parameters, full: str) -> Tensor:
-        """(E, n, M, N): what has a γ each."""
-        weight = p[full + ".weight"]
-        return weight.unflatten(1, (3, -1))[:, : self.parts] if full.endswith("qkv") else weight[:, None]
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The names of the weights, and to which of its matrices each output of one belongs."""
+        d, ffn = self.config.width, self.config.ffn
+        for layer in range(self.config.layers):
+            for name, count in self.matrices.items():
+                part = torch.zeros(ffn if name == "fc1" else d, dtype=torch.long)
+                if name == "qkv":
+                    part = torch.arange(3).repeat_interleave(d)
+                    part[part >= count] = -1
+                yield f"layers.{layer}.{name}", part
 
     def state(self) -> dict[str, Tensor]:
-        return {f"right.{name}": v for name, v in self._right.items()}
+        return {f"{kind}.{name}": x for name, pair in self._vectors.items() for kind, x in zip("uv", pair, strict=True)}
 
     @torch.no_grad()
     def refresh(self, values: Parameters) -> None:
-        """One power iteration."""
-        for full, v in self._right.items():
-            w = self._matrices(values, full)
-            u = functional.normalize((w @ v[..., None])[..., 0], dim=-1)
-            v.copy_(functional.normalize((w.mT @ u[..., None])[..., 0], dim=-1))
-        self.settle(values)
-
-    @torch.no_grad()
-    def settle(self, values: Parameters) -> None:
-        """σ₁ along the vectors there are."""
-        for full, v in self._right.items():
-            u = (self._matrices(values, full) @ v[..., None])[..., 0]
-            sigma = torch.linalg.vector_norm(u, dim=-1)
-            self._sigma[full].copy_(sigma)
-            self._left[full].copy_(u / sigma[..., None])
+        for name, part in self._weights():
+            w, (u, v) = values[f"{name}.weight"], self._vectors[name]
+            for old, new in zip((u, v), sigma.power_iteration(w, u, part.to(w.device)), strict=True):
+                old.copy_(new)
 
     def weights(self, p: Parameters) -> Parameters:
         new = dict(p)
-        for full, v in self._right.items():
-            w = self._matrices(p, full)
-            scaled = _reparam(w, p[full + ".gamma"], self._sigma[full], self._left[full], v)
-            if full.endswith("qkv"):
-                rest = p[full + ".weight"].unflatten(1, (3, -1))[:, self.parts :]
-                new[full + ".weight"] = torch.cat([scaled, rest], dim=1).flatten(1, 2)
-            else:
-                new[full + ".weight"] = scaled[:, 0]
+        for name, part in self._weights():
+            w, gamma = p[f"{name}.weight"], p[f"{name}.gamma"]
+            sigma_1 = sigma.spectral_norms(w.to(self.strength.dtype), *self._vectors[name])
+            factors = sigma.row_factors(gamma, sigma_1, part.to(w.device))
+            new[f"{name}.weight"] = w * factors[..., None].to(w.dtype)
         return new
-
-    def at_inference(self) -> Method:
-        return self
-
-    def after_update(self, values: Parameters, rate: Tensor, hold: Tensor) -> bool:
-        """The weights moved, and may be measured before the next step."""
-        del rate, hold
-        self.settle(values)
-        return False
 
 
 class SigmaReparamQK(SigmaReparam):
     """The same on W_Q and W_K alone."""
 
-    names = ("qkv",)
-    parts = 2
+    matrices = {"qkv": 2}  # noqa: RUF012
 
 
-class _Reparam(torch.autograd.Function):
-    """(γ / σ) W with σ = uᵀ W v, u and v fixed."""
-
-    @staticmethod
-    def forward(ctx: Any, w: Tensor, gamma: Tensor, sigma: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        ctx.save_for_backward(w, gamma, sigma, u, v)
-        return (w * (gamma / sigma)[..., None, None]).to(w.dtype)  # σ, and so the product, is float32
-
-    @staticmethod
-    def backward(ctx: Any, *up: Any) -> tuple[Tensor, Tensor, None, None, None]:
-        w, gamma, sigma, u, v = ctx.saved_tensors
-        along = (up[0] * w).sum((-2, -1), dtype=sigma.dtype) / sigma  # ∂/∂γ
-        factor = (gamma / sigma)[..., None, None]
-        turn = torch.einsum("enm,enk->enmk", u, v) * along[..., None, None]
-        return (factor * (up[0] - turn)).to(w.dtype), along.to(gamma.dtype), None, None, None
+# ---------------------------------------------------------------------- on W_Q and W_K, around an update
 
 
-_reparam: Any = _Reparam.apply
+class QKClip(Method):
+    """The strength is the threshold τ of a head's largest logit in the batch."""
+
+    def start(self, values: Parameters) -> None:
+        del values
+        shape = (len(self.strength), self.config.layers, self.config.heads)
+        self._largest = self.strength.new_zeros(shape)
+
+    def compare(self, p: Parameters, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        del p
+        found = max_logits(q.detach().flatten(0, 1), k.detach().flatten(0, 1))  # (E·B, H)
+        self._largest[:, layer] = found.unflatten(0, (len(self.strength), -1)).amax(1)
+        return q, k
+
+    def after_update(self, values: Parameters, rate: Tensor, factor: Tensor) -> bool:
+        del rate, factor
+        heads = all_heads(values, self.config, None)
+        set_heads(heads, heads.scaled(*clip_factors(self._largest, self.strength[:, None, None])))
+        return True
 
 
-METHODS: dict[str, type[Method]] = {
-    "none": Method,
-    "qk-norm": QKNorm,
-    "softcap": Softcap,
-    "z-loss": ZLoss,
-    "sigma-reparam": SigmaReparam,
-    "sigma-reparam-qk": SigmaReparamQK,
-    "qk-clip": QKClip,
-    "qk-decay": QKDecay,
-    "locater-decoupled": DecoupledLocAteR,
-    "locater-traced": TracedLocAteR,
-    "locater-auto": AutoLocAteR,
-}
+class QKDecay(Method):
+    """The strength is the decay of W_Q and W_K, in place of that which all weights have."""
+
+    version = 2
+
+    def before_update(self, values: Parameters, rate: Tensor, decay: Tensor, factor: Tensor) -> None:
+        qk = all_heads(values, self.config, None).qk
+        for w in (qk.w_q, qk.w_k):
+            w *= self._column(decay_factor(rate, factor * self.strength, decay), w)
+
+
+class DecoupledLocAteR(Method):
+    """The strength is that of LocAteR beside the optimizer, on all heads and to the target of their traces."""
+
+    version = VERSION
+    rule = Decoupled(growing_only=False)
+
+    def __init__(self, config: ModelConfig, strength: Tensor) -> None:
+        super().__init__(config, strength)
+        self._rope = rope_of(config, strength.device)
+
+    def start(self, values: Parameters) -> None:
+        self._initial = self.rule.start(all_heads(values, self.config, self._rope))  # (E, L, H, 2)
+        self._updates = torch.zeros_like(self.strength)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"first": self._initial, "updates": self._updates}
+
+    def after_update(self, values: Parameters, rate: Tensor, factor: Tensor) -> bool:
+        heads = all_heads(values, self.config, self._rope)
+        self._updates += rate > 0
+        rate, strength = rate[:, None, None], self.strength[:, None, None]
+        # products of what does not lie together would copy it each time
+        dense = heads.with_weights(heads.qk.w_q.contiguous(), heads.qk.w_k.contiguous())
+        update = self._updates[:, None, None, None]
+        set_heads(heads, self.rule.step(dense, self._initial, update, (rate, rate), strength, factor))
+        return True
+
+
+class AutoLocAteR(DecoupledLocAteR):
+    """The same by the rule that needs no strength chosen: `locater.control.DecoupledLocAteR`'s default."""
+
+    rule = Decoupled()
+
+
+METHODS: dict[str, type[Method]] = dict(
+    zip(
+        METHOD_NAMES,
+        (Method, QKNorm, Softcap, ZLoss, SigmaReparam, SigmaReparamQK, QKClip, QKDecay, DecoupledLocAteR, AutoLocAteR),
+        strict=True,
+    )
+)
 
 
 def method_of(config: ModelConfig, strength: Tensor) -> Method:

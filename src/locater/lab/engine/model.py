@@ -20,11 +20,10 @@ from torch.nn import functional
 
 from locater.lab.config import ModelConfig
 from locater.lab.data import PAD
-from locater.lab.engine._method import rope_of
 from locater.lab.engine._norm import add, add_norm, norm
 from locater.lab.engine._random import dropout, site_key
+from locater.lab.engine.heads import rope_of
 from locater.lab.engine.methods import Method
-from locater.qk import QK
 
 __all__ = [
     "Dropout",
@@ -35,7 +34,6 @@ __all__ = [
     "hidden_states",
     "initial",
     "positions",
-    "query_key_matrix",
 ]
 
 See = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
@@ -178,7 +176,7 @@ def hidden_states(
     for i in range(config.layers):
         at = f"layers.{i}."
         q, k, v = _query_key_value(p, at, y, config)  # (E, B, H, T, ·)
-        q, k = method.before_turning(p, i, q, k)
+        q, k = method.before_rope(p, i, q, k)
         if rope is not None:
             q, k = rope.turn(q, *angles), rope.turn(k, *angles)
         q, k = method.compare(p, i, q, k)
@@ -210,15 +208,6 @@ def _query_key_value(p: Mapping[str, Tensor], at: str, x: Tensor, config: ModelC
     keys = x.view(e, -1, 1, t, d).expand(-1, -1, h, -1, -1)
     values = _linear(p, at + "v", x).view(e, -1, t, h, d // h).transpose(2, 3)
     return queries, keys, values
-
-
-def query_key_matrix(p: Mapping[str, Tensor], layer: int, config: ModelConfig) -> QK:
-    """W_QK of every model and head of a layer, leading dimensions (E, H)."""
-    at = f"layers.{layer}."
-    if config.joint_qk:
-        return QK.from_joint(p[at + "qk.weight"])
-    w_q, w_k, _ = p[at + "qkv.weight"].unflatten(1, (3, config.heads, -1)).unbind(1)  # (E, H, K, D)
-    return QK(w_q, w_k)
 
 
 def _linear(p: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:

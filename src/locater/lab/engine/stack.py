@@ -22,6 +22,7 @@ from locater.lab.config import Config, Member
 from locater.lab.data import EOS, PAD, Corpus
 from locater.lab.engine._validation import look, valid_loss
 from locater.lab.engine._watchers import Begin, Watchers
+from locater.lab.engine.heads import query_key_matrix, split_qkv
 from locater.lab.engine.loss import loss_and_gradient
 from locater.lab.engine.methods import method_of
 from locater.lab.engine.model import (
@@ -32,7 +33,6 @@ from locater.lab.engine.model import (
     embed,
     hidden_states,
     initial,
-    query_key_matrix,
 )
 from locater.lab.engine.optimizer import AdamW, Segment
 from locater.qk import QK
@@ -82,54 +82,59 @@ class Stack:
         self.config, self.members, self.device = config, tuple(members), device
         if config.precision == "fp64" and device.type != "cpu":
             raise LocaterError(f"fp64 is for comparisons on a CPU, not on {device}: train in fp32, bf16 or fp16")
-        e, dtype = len(self.members), _DTYPES[config.precision]
-        self._wide = torch.promote_types(dtype, torch.float32)  # what is summed up and updated
-        shape = config.model
-        self.train, self.valid = (
-            TokenBlocks(corpus.splits[split], shape.tokens, EOS, device) for split in ("train", "valid")
-        )
         check_sizes(config, corpus)
-        starts = [initial(shape, len(corpus.words), member.seed) for member in self.members]
-        stacked = {name: torch.stack([start[name] for start in starts]).to(self._wide) for name in starts[0]}
-        del starts
-        body = torch.cat([stacked[name].flatten(1) for name in body_shapes(shape)], dim=1)
-        body = functional.pad(body, (0, -body.shape[1] % 16))  # so that every member's row starts where wide loads can
-        self.segments: dict[str, Segment] = {
-            name: Segment.of(stacked.pop(name).to(device), dtype) for name in ("embedding", "output") if name in stacked
-        }
-        self.segments["body"] = Segment.of(body.to(device), dtype)
-
-        def column(values: Any, dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
-        self.seeds = column([m.seed for m in self.members], torch.int64)
-        rates = (column([getattr(m, name) for m in self.members], self._wide) for name in ("learning_rate", "decay"))
-        self.method = method_of(shape, column([m.strength for m in self.members], self._wide))
-        self.method.start(self.body(self.segments["body"].value), self.seeds)
+        self._wide = torch.promote_types(_DTYPES[config.precision], torch.float32)  # what is summed up and updated
+        self.train, self.valid = (
+            TokenBlocks(corpus.splits[split], config.model.tokens, EOS, device) for split in ("train", "valid")
+        )
+        self.segments = self._initial_segments(len(corpus.words))
+        self.method = method_of(config.model, self._settings("strength"))
+        self.method.start(self.body(self.segments["body"].value))
         self._copy_low()
+        rates = self._settings("learning_rate"), self._settings("decay")
         self._optimizer = AdamW(list(self.segments.values()), *rates)
-        self._strengths = [
-            column([getattr(m, name) for m in self.members], self._wide)[:, None]
-            for name in ("scale_strength", "mean_strength", "target")
-        ]
+        self._penalty = [self._settings(name)[:, None] for name in ("scale_strength", "mean_strength", "target")]
         self._regularised = any(m.scale_strength or m.mean_strength for m in self.members)
-        self.step = 0
-        self._clock = column(0, torch.int64)  # the same, where the device can read it
-        self.losses = column([0.0] * e, self._wide)  # of the last batch
-        self.updates = column([0] * e, torch.int64)  # skipped ones do not count
-        self.broke_at = column([-1] * e, torch.int64)  # the step at which the loss was not finite
-        self.loss_scale = column([_FIRST_SCALE if config.precision == "fp16" else 1.0] * e, self._wide)
-        self.good_steps = column([0] * e, torch.int64)  # since the loss scale changed
-        self.loss_sum = column([0.0] * e, torch.float64)  # since the last record
-        self.loss_count = column([0] * e, torch.int64)
-        self._finite = column([True] * e, torch.bool)
+        self.seeds = torch.tensor([m.seed for m in self.members], device=device)
+        self._start_counting()
         self._batches = -(-self.train.count // config.batch)  # in an epoch
-        self._epoch, self._order = -1, column([[0] * (self._batches * config.batch)] * e, torch.int64)
+        self._epoch, self._order = -1, self._zeros(torch.int64)[:, None].repeat(1, self._batches * config.batch)
         self._within = torch.arange(config.batch, device=device)
-        self._watchers = Watchers(shape)
+        self._watchers = Watchers(config.model)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._warm = 0
         self._shuffle(0)
+
+    def _initial_segments(self, words: int) -> dict[str, Segment]:
+        """Every member's parameters as its seed draws them: the tables, and all others in one tensor, the body."""
+        shape, dtype = self.config.model, _DTYPES[self.config.precision]
+        starts = [initial(shape, words, member.seed) for member in self.members]
+        stacked = {name: torch.stack([start[name] for start in starts]).to(self._wide) for name in starts[0]}
+        body = torch.cat([stacked[name].flatten(1) for name in body_shapes(shape)], dim=1)
+        # padded so that every member's row starts where wide loads can
+        stacked["body"] = functional.pad(body, (0, -body.shape[1] % 16))
+        names = [name for name in ("embedding", "output", "body") if name in stacked]
+        return {name: Segment.of(stacked.pop(name).to(self.device), dtype) for name in names}
+
+    def _settings(self, name: str) -> Tensor:
+        """One of the members' numbers, (E,)."""
+        return torch.tensor([getattr(m, name) for m in self.members], dtype=self._wide, device=self.device)
+
+    def _zeros(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(len(self.members), dtype=dtype, device=self.device)
+
+    def _start_counting(self) -> None:
+        """What is carried from step to step beside the parameters, (E,) each."""
+        self.step = 0
+        self._clock = torch.zeros((), dtype=torch.int64, device=self.device)  # the same, where the device can read it
+        self.losses = self._zeros(self._wide)  # of the last batch
+        self.updates = self._zeros(torch.int64)  # skipped ones do not count
+        self.broke_at = self._zeros(torch.int64) - 1  # the step at which the loss was not finite
+        self.loss_scale = self._zeros(self._wide) + (_FIRST_SCALE if self.config.precision == "fp16" else 1.0)
+        self.good_steps = self._zeros(torch.int64)  # since the loss scale changed
+        self.loss_sum = self._zeros(torch.float64)  # since the last record
+        self.loss_count = self._zeros(torch.int64)
+        self._finite = self._zeros(torch.bool)
 
     def __len__(self) -> int:
         return len(self.members)
@@ -226,9 +231,9 @@ class Stack:
         """Adds the penalty's gradient and updates; a member whose numbers are not finite skips, or breaks."""
         if self.config.clip is not None:
             self._clip_gradient(self.config.clip)
-        hold = self._hold()
+        factor = self._strength_factor()
         if self._regularised:
-            self._add_penalty_gradient(hold)
+            self._add_penalty_gradient(factor)
         rate = self._optimizer.learning_rate * self._schedule()
         self._clock += 1
         finite = torch.isfinite(self.losses) & self._finite & torch.isfinite(self.segments["body"].gradient.sum(1))
@@ -244,10 +249,12 @@ class Stack:
         self.updates += active
         self.loss_sum += torch.where(active, self.losses, 0).double()
         self.loss_count += active
+        body, rate = self.segments["body"], rate * active
+        values = self.body(body.value)
+        self.method.before_update(values, rate, self._optimizer.decay, factor)
         self._optimizer.update(self.updates, active, rate)
-        body = self.segments["body"]
-        if self.method.after_update(self.body(body.value), rate * active, hold) and body.low is not body.value:
-            low, values = self.body(body.low), self.body(body.value)
+        if self.method.after_update(values, rate, factor) and body.low is not body.value:
+            low = self.body(body.low)
             for layer in range(self.config.model.layers):
                 for kind in ("weight", "bias"):
                     name = f"layers.{layer}.qkv.{kind}"
@@ -275,25 +282,25 @@ class Stack:
         self.good_steps.copy_(torch.where(grow, 0, counted))
         self.loss_scale *= torch.where(finite, torch.where(grow, 2.0, 1.0), 0.5)
 
-    def _hold(self) -> Tensor:
-        """1, and down to 0 over the last part of the training in which methods let go."""
+    def _strength_factor(self) -> Tensor:
+        """1, and down to 0 over the last part of the training, in which penalties and methods are released."""
         left = (self.config.steps - self._clock.to(self._wide)) / self.config.steps
         return (left / self.config.release).clamp(max=1) if self.config.release else torch.ones_like(left)
 
-    def _add_penalty_gradient(self, hold: Tensor) -> None:
+    def _add_penalty_gradient(self, factor: Tensor) -> None:
         model = self.config.model
-        scale, mean, target = self._strengths
+        scale, mean, target = self._penalty
         body = self.segments["body"]
         values, gradients = self.body(body.value), self.body(body.gradient)
         for layer in range(model.layers):
-            of_q, of_k = penalty_gradient(query_key_matrix(values, layer, model), scale * hold, mean * hold, target)
+            of_q, of_k = penalty_gradient(query_key_matrix(values, layer, model), scale * factor, mean * factor, target)
             at = f"layers.{layer}."
             if model.joint_qk:
                 gradients[at + "qk.weight"] += of_k
             else:
-                heads = gradients[at + "qkv.weight"].unflatten(1, (3, model.heads, -1))
-                heads[:, 0] += of_q
-                heads[:, 1] += of_k
+                to_q, to_k, _ = split_qkv(gradients[at + "qkv.weight"], model)
+                to_q += of_q
+                to_k += of_k
 
     def _shuffle(self, epoch: int) -> None:
         """Every epoch has an order of its own, for each member; the last batch is filled up with empty blocks."""
@@ -371,7 +378,6 @@ class Stack:
             tensor.copy_(state[name])
         self.step = int(state["step"])
         self._clock.fill_(self.step)
-        self.method.settle(self.body(self.segments["body"].value))
         self._copy_low()
 
     def _copy_low(self) -> None:

@@ -6,18 +6,18 @@ not finished.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from locater.errors import LocaterError, reason
-from locater.io import json_bytes, read_json, remove_unfinished, writable_folder, write_file
-from locater.lab.config import Config, Member
+from locater.io import inside, json_bytes, read_json, remove_unfinished, writable_folder, write_file
+from locater.lab.config import FREE_TO_RESUME, Config, Member
 from locater.lab.data import Corpus, load_corpus
 from locater.lab.engine.stack import check_sizes
 from locater.lab.runs.lock import exclusive_lock
-from locater.lab.runs.train import MAY_CHANGE, Progress, train
+from locater.lab.runs.train import Progress, train
 
 __all__ = ["Group", "Plan", "run_plan", "sweep"]
 
@@ -51,6 +51,26 @@ class Plan:
         groups = tuple(Group(f"group-{i:02d}", part) for i, part in enumerate(parts))
         return cls(Path(folder).absolute(), config, groups, about)
 
+    @classmethod
+    def from_json(cls, value: dict[str, Any], path: Path) -> Plan:
+        """What was read from the sweep.json at `path`."""
+        try:
+            config = Config.from_json(value.pop("config"))
+            groups = tuple(
+                Group(group["name"], tuple(Member(**member) for member in group["members"]))
+                for group in value.pop("groups")
+            )
+            for group in groups:
+                inside(path.parent, group.name, path)
+        except (ValueError, KeyError, TypeError) as error:
+            raise LocaterError(f"cannot read {path}: {reason(error)}") from error
+        return cls(path.parent, config, groups, value)
+
+    def begun(self) -> Iterator[tuple[Path, Group]]:
+        """The groups whose folder holds a run, be it theirs or another."""
+        folders = ((self.folder / group.name, group) for group in self.groups)
+        return ((folder, group) for folder, group in folders if (folder / "run.json").exists())
+
     def check(self) -> None:
         """That the folder is free for this plan, or holds the same (more steps are welcome); changes nothing."""
         if (self.folder / "run.json").exists():
@@ -58,17 +78,8 @@ class Plan:
         path = self.folder / _FILE
         if not path.exists():
             return
-        earlier = read_json(path)
-        free = dict.fromkeys(MAY_CHANGE)
-        try:
-            then = Config.from_json(earlier["config"]).to_json()  # an older file lacks what is newer
-            members = [[Member(**member).to_json() for member in group["members"]] for group in earlier["groups"]]
-            names = [group["name"] for group in earlier["groups"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise LocaterError(f"cannot read {path}: {reason(error)}") from error
-        now = self.config.to_json()
-        planned = [[member.to_json() for member in group.members] for group in self.groups]
-        if (names, members, then | free) != ([group.name for group in self.groups], planned, now | free):
+        earlier = Plan.from_json(read_json(path), path)
+        if earlier.groups != self.groups or not self.config.same_but(FREE_TO_RESUME, earlier.config):
             raise LocaterError(f"{self.folder} holds another sweep; choose another folder, or remove it to start anew")
 
     def write(self) -> None:

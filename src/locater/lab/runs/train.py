@@ -19,7 +19,7 @@ import torch
 from locater import __version__
 from locater.errors import LocaterError, require
 from locater.io import remove_unfinished, writable_folder
-from locater.lab.config import Config, Member, fingerprint
+from locater.lab.config import FREE_TO_RESUME, Config, Member, fingerprint
 from locater.lab.data import Corpus, load_corpus
 from locater.lab.engine.methods import METHODS
 from locater.lab.engine.stack import Stack, check_sizes
@@ -28,12 +28,12 @@ from locater.lab.runs.lock import exclusive_lock
 from locater.lab.runs.records import MetricsFile, Run, read_records, read_run, write_run
 from locater.models.pretrained import device_of
 
-__all__ = ["MAY_CHANGE", "Progress", "Terminated", "train"]
+__all__ = ["Progress", "Terminated", "train"]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands, for whoever watches."""
+    """Where a run stands."""
 
     step: int
     steps: int
@@ -71,11 +71,11 @@ def train(
     names = [member.name for member in members]
     if not members or len(set(names)) < len(names):
         raise LocaterError(f"a run needs members whose names differ, got {', '.join(names) or 'none'}")
-    place = device_of(device)
+    torch_device = device_of(device)
     corpus = corpus or load_corpus(config.data, unit=config.unit, vocabulary=config.vocabulary)
     folder = Path(folder)
     probed = min(config.probe_blocks, len(corpus.splits["valid"]) // config.model.tokens)
-    run = Run(folder, config, members, _about(corpus, place) | {"probed": probed} | (about or {}))
+    run = Run(folder, config, members, _about(corpus, torch_device) | {"probed": probed} | (about or {}))
     if (folder / "sweep.json").exists():
         raise LocaterError(f"{folder} holds a sweep; choose another folder for a run of its own")
     earlier = read_run(folder) if (folder / "run.json").exists() else None
@@ -91,7 +91,7 @@ def train(
             return run
         if loaded is not None and loaded.step > config.steps:
             raise LocaterError(f"the run in {folder} is at step {loaded.step:,} already, beyond {config.steps:,}")
-        stack = Stack(config, members, corpus, place)
+        stack = Stack(config, members, corpus, torch_device)
         if loaded is not None:
             stack.load_state(loaded.state)
         kept = -1 if loaded is None else loaded.step  # records up to this step
@@ -130,10 +130,10 @@ class _Session:
 
     def run_to_the_end(self, note: str) -> None:
         config, stack = self.run.config, self.stack
-        began, first, told, saved = time.perf_counter(), stack.step, time.perf_counter(), stack.step
+        began, first, reported, saved = time.perf_counter(), stack.step, time.perf_counter(), stack.step
         if stack.step == 0:
             self._measure()
-        self._tell(began, first, note)
+        self._report(began, first, note)
         while stack.step < config.steps and len(self.broke_at) < len(stack):
             stack.advance()
             if config.records_at(stack.step):
@@ -145,12 +145,12 @@ class _Session:
                 if config.checkpoint_every and saved < stack.step:
                     self._save()
                 raise self.interrupts.wanted
-            if (now := time.perf_counter()) - told > 0.5:
-                told = now
-                self._tell(began, first)
+            if (now := time.perf_counter()) - reported > 0.5:
+                reported = now
+                self._report(began, first)
         if config.checkpoint_every and saved < stack.step:  # all members broke; the last record says so
             self._save()
-        self._tell(began, first, done=True)
+        self._report(began, first, done=True)
 
     def _save(self) -> None:
         folder, state = self.run.folder / "checkpoints", self.stack.state()
@@ -162,7 +162,7 @@ class _Session:
         self.perplexities = {row["member"]: row["perplexity"] for row in records}
         self.broke_at = {row["member"]: row["broke_at"] for row in records if "broke_at" in row}
 
-    def _tell(self, began: float, first: int, note: str = "", *, done: bool = False) -> None:
+    def _report(self, began: float, first: int, note: str = "", *, done: bool = False) -> None:
         stack, config = self.stack, self.run.config
         made, seconds = stack.step - first, time.perf_counter() - began
         rate = made / seconds if made else 0.0
@@ -217,8 +217,11 @@ def _check_same(earlier: Run, run: Run) -> None:
             f"now {run.about['vocabulary']}); choose another folder, or the data it began with"
         )
     if _fingerprint(earlier) != _fingerprint(run):
-        then, now = (r.config.to_json() | {"members": [m.to_json() for m in r.members]} for r in (earlier, run))
-        differs = next((key for key in then if then[key] != now[key] and key not in MAY_CHANGE), "the text")
+        then, now = (
+            each.config.without(FREE_TO_RESUME) | {"members": [member.to_json() for member in each.members]}
+            for each in (earlier, run)
+        )
+        differs = next((key for key in then if then[key] != now[key]), "the text")
         if differs == "members" and len(then[differs]) == len(now[differs]):
             pairs = zip(then[differs], now[differs], strict=True)
             fields = [key for a, b in pairs for key in a if a[key] != b[key]]
@@ -228,17 +231,13 @@ def _check_same(earlier: Run, run: Run) -> None:
         )
 
 
-MAY_CHANGE = ("steps", "checkpoint_every", "data")
-"""Settings a run may go on with in another form; for the data, the text itself is compared."""
-
-
 def _fingerprint(run: Run) -> str:
     """Of all that decides what the numbers will be."""
-    settings = {key: value for key, value in run.config.to_json().items() if key not in MAY_CHANGE}
+    settings = run.config.without(FREE_TO_RESUME)
     if settings["model"]["positions"] == "sines":  # checkpoints that were written before there were others
         del settings["model"]["positions"]
-    rule = METHODS[run.config.model.method].rule
-    rest = [] if rule == 1 else [rule]
+    version = METHODS[run.config.model.method].version
+    rest = [] if version == 1 else [version]  # the first had no number in its checkpoints
     return fingerprint([settings, [member.to_json() for member in run.members], run.about.get("corpus"), *rest])
 
 
@@ -313,7 +312,7 @@ def _scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 class Terminated(SystemExit):
-    """SIGTERM: somebody wants this process to end, and gives it time to write what it has."""
+    """SIGTERM: the process is to end, with time to write a checkpoint."""
 
     def __init__(self) -> None:
         super().__init__(128 + signal.SIGTERM)
@@ -337,7 +336,7 @@ class _Interrupts:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            if handler is not None:  # which is what one of C's is told as
+            if handler is not None:  # None is a handler that C code installed
                 signal.signal(number, handler)
 
     def _note(self, number: int, _: object) -> None:

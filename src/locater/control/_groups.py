@@ -1,0 +1,98 @@
+"""Attention modules that are worked on together, because they are of one shape and trained alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from torch import Tensor
+
+from locater.control._parameters import is_sharded, projections, shapes
+from locater.models import Attention, Norm, Rope
+
+__all__ = ["Group", "Groups", "RateOf"]
+
+RateOf: TypeAlias = Callable[[Tensor], int | None]
+"""Which of some learning rates a parameter has; None: it is not trained."""
+
+Rates: TypeAlias = tuple[int | None, int | None]
+
+_STACK_BYTES = 64 << 20  # modules up to this size are stacked: small ones wait for launches
+
+
+@dataclass(eq=False)
+class Group:
+    """Modules of one shape, and which rates W_Q, W_K and their biases have; None where they stay as they are."""
+
+    members: list[Attention]
+    rates: Rates
+    biases: Rates
+
+    @property
+    def trained(self) -> tuple[bool, bool]:
+        return self.rates[0] is not None, self.rates[1] is not None
+
+    def stacks(self) -> Iterator[list[Attention]]:
+        """As many members at a time as are worth stacking; sharded ones are gathered one by one."""
+        tensor = self.members[0].key.tensor
+        each = sum(4 * one.weight.numel() for one in projections(self.members[0]))
+        size = 1 if is_sharded(tensor) else max(1, _STACK_BYTES // (2 * each))
+        return (self.members[start : start + size] for start in range(0, len(self.members), size))
+
+
+G = TypeVar("G", bound=Group)
+
+
+class Groups(Generic[G]):
+    """The groups of some modules; found again only when a parameter has changed."""
+
+    def __init__(self, attentions: Sequence[Attention], kind: type[G]) -> None:
+        self._attentions, self._kind = attentions, kind
+        parts = [one for attention in attentions for one in projections(attention)]
+        biases = [bias for one in parts if (bias := one.bias_tensor) is not None]
+        self._tensors = [*(one.tensor for one in parts), *biases]
+        self._known: dict[Hashable, tuple[list[Any], list[G]]] = {}
+
+    def __call__(self, rate_of: RateOf, key: Hashable) -> list[G]:
+        """`key` stands for `rate_of`, which may be made anew each time."""
+        state = [(t.requires_grad, t.dtype, t.device, rate_of(t)) for t in self._tensors]
+        known = self._known.get(key)
+        if known is None or known[0] != state:
+            if len(self._known) > 8:  # somebody hands over a new function each time
+                self._known.clear()
+            known = self._known[key] = (state, list(self._find(rate_of)))
+        return known[1]
+
+    def _find(self, rate_of: RateOf) -> Iterator[G]:
+        def rate(tensor: Tensor | None) -> int | None:
+            return rate_of(tensor) if tensor is not None and tensor.requires_grad else None
+
+        found: dict[Hashable, G] = {}
+        uses: Counter[int] = Counter()
+        for attention in self._attentions:
+            parts = projections(attention)
+            query, key = parts[0], parts[-1]
+            rates = rate(query.tensor), rate(key.tensor)
+            if rates == (None, None):
+                continue
+            biases = rate(query.bias_tensor), rate(key.bias_tensor)
+            stored = {id(t) for one in parts for t in (one.tensor, one.bias_tensor) if t is not None}
+            uses.update(stored)
+            # a parameter that several modules share is written by one module of a group at a time
+            nth_use = max(uses[one] for one in stored)
+            kind = (
+                shapes(attention), *((one.tensor.dtype, one.tensor.device, one.bias_tensor is None) for one in parts),
+                rates, biases, attention.scale, _kind(attention.input_norm), _layout(attention.rope), nth_use,
+            )  # fmt: skip
+            found.setdefault(kind, self._kind([], rates, biases)).members.append(attention)
+        yield from found.values()
+
+
+def _kind(norm: Norm | None) -> tuple[bool, ...]:
+    return () if norm is None else (norm.centred, norm.stored is None, norm.bias is None)
+
+
+def _layout(rope: Rope | None) -> tuple[int, bool] | None:
+    return None if rope is None else (rope.pairs, rope.interleaved)

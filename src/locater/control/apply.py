@@ -1,0 +1,335 @@
+"""Host one: a method at work on a model and its optimizer. LocAteR and its rivals share all of this.
+
+    applied = QKClip(threshold=100.0).apply(model, optimizer)
+    ...                     # train as ever
+    applied.remove()
+
+A method is a few settings; `apply` puts it to work on a model and gives an `Applied`, which takes it off again. A
+`Regulariser`, as LocAteR is, belongs to a model already, and is put to work by `attach(optimizer)`. What cannot be done
+is refused with one sentence, and the model is as it was.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, Self, TypeAlias
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from locater.control._parameters import HeldBy, projections, unwrapped
+from locater.errors import LocaterError
+from locater.models import Attention, attentions
+
+__all__ = ["Applied", "Installed", "LocAteRForm", "Method", "Regulariser", "Schedule", "applied", "around_step"]
+
+Schedule: TypeAlias = Callable[[int], float]
+
+
+class Method(ABC):
+    """A way to move where attention looks."""
+
+    name: ClassVar[str]
+    at_inference: str
+    """What is left of the method in the forward pass of a trained model."""
+    at_start: str
+    """What applying it does to the output of a model that has been trained without it."""
+
+    def apply(self, model: nn.Module, optimizer: Optimizer | None = None) -> Applied:
+        """Puts the method to work; a method that fails leaves model and optimizer as they were.
+
+        `optimizer` is the one that trains the query and key weights. Methods that add parameters take none, too: make
+        the optimizer afterwards.
+        """
+        if not isinstance(model, nn.Module):
+            raise LocaterError(f"{self.name} is applied to a torch module, got {type(model).__name__}")
+        optimizer = None if optimizer is None else unwrapped(optimizer)
+        for entry in _entries(model):
+            if self._repeats(entry, optimizer):
+                raise LocaterError(f"{self.name} is applied to this model already; remove() that first")
+            reason = self.contradicts(entry.method) or entry.method.contradicts(self)
+            if reason is not None:
+                raise LocaterError(f"{self.name} and {entry.method.name} contradict each other: {reason}")
+        with ExitStack() as undo:
+            installed = self._install(model, optimizer, undo)
+            return Applied(self, optimizer, undo.pop_all(), installed)
+
+    def contradicts(self, other: Method) -> str | None:
+        """Why the two cannot work together, if they cannot. Either of them may know."""
+        del other
+        return None
+
+    def _repeats(self, entry: _Entry, optimizer: Optimizer | None) -> bool:
+        del optimizer
+        return entry.method.name == self.name
+
+    @abstractmethod
+    def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
+        """Does the work; `undo` is given what takes back each step."""
+
+    def _optimizer(self, optimizer: Optimizer | None) -> Optimizer:
+        if optimizer is None:
+            raise LocaterError(f"{self.name} acts in the optimizer's step: apply(model, optimizer) needs the optimizer")
+        return optimizer
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+
+@dataclass
+class Installed:
+    """What a method has done: the modules it acts on, the parameters it added, what it has to log and to remember."""
+
+    modules: Sequence[nn.Module]
+    parameters: Sequence[nn.Parameter] = ()
+    measure: Callable[[], dict[str, float]] = field(default=dict)
+    state: Stateful | None = None
+
+
+class Applied:
+    """A method at work on a model."""
+
+    def __init__(self, method: Method, optimizer: Optimizer | None, undo: ExitStack, installed: Installed) -> None:
+        self.method = method
+        self.at_inference, self.at_start = method.at_inference, method.at_start
+        self.parameters = list(installed.parameters)
+        """Parameters that the method added to the model."""
+        self._undo, self._measure, self._state = undo, installed.measure, installed.state
+        self._entry = _Entry(method, None if optimizer is None else weakref.ref(optimizer))
+        for module in installed.modules:
+            _LEDGER.setdefault(module, []).append(self._entry)
+        self._modules = weakref.WeakSet(installed.modules)
+
+    def measure(self) -> dict[str, float]:
+        """Numbers for a log, by the name of the module; may wait for the device."""
+        return self._measure()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs besides the model's own state to go on; most methods need nothing."""
+        return {} if self._state is None else self._state.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._state is not None:
+            self._state.load_state_dict(state)
+        elif state:
+            raise LocaterError(f"{self.method.name} has no state of its own, and was given one of {', '.join(state)}")
+
+    def remove(self) -> None:
+        """Takes the method off; what it has done to the weights so far stays."""
+        if self._entry.removed:
+            raise LocaterError(f"{self.method.name} is not applied any more: remove() has been called before")
+        self._undo.close()
+        self._entry.removed = True
+        for module in self._modules:
+            _LEDGER[module].remove(self._entry)
+
+    def __repr__(self) -> str:
+        return f"<{self.method.name} {'removed from' if self._entry.removed else 'on'} {len(self._modules)} modules>"
+
+
+@dataclass(eq=False)
+class _Entry:
+    """Remembers a method at work; holds no module and no optimizer, so that they can be forgotten."""
+
+    method: Method
+    optimizer: Callable[[], Optimizer | None] | None
+    removed: bool = False
+
+
+_LEDGER: weakref.WeakKeyDictionary[nn.Module, list[_Entry]] = weakref.WeakKeyDictionary()
+
+
+def _entries(model: nn.Module) -> list[_Entry]:
+    return list(dict.fromkeys(entry for module in model.modules() for entry in _LEDGER.get(module, ())))
+
+
+def applied(model: nn.Module) -> list[Method]:
+    """The methods at work on a model or a part of it, in the order they came."""
+    return list(dict.fromkeys(entry.method for entry in _entries(model)))
+
+
+# ---------------------------------------------------------------------- an optimizer's steps
+
+
+def around_step(
+    optimizer: Optimizer,
+    undo: ExitStack,
+    *,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+    once: bool = False,
+) -> None:
+    """Runs `before` when the gradients of a step are there, and `after` when the step is done.
+
+    With a closure, `before` runs after each of its evaluations, or after the first of a step (`once`).
+    """
+
+    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert before is not None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args starts with the optimizer itself
+        if closure is None:
+            before()
+            return None
+        evaluations = Counter[str]()
+
+        def evaluate() -> Any:
+            loss = closure()
+            if not (once and evaluations["done"]):
+                before()
+            evaluations["done"] += 1
+            return loss
+
+        rest = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (optimizer, evaluate, *args[2:]), rest
+
+    if before is not None:
+        undo.callback(optimizer.register_step_pre_hook(before_step).remove)
+    if after is not None:
+        undo.callback(optimizer.register_step_post_hook(lambda *_: after()).remove)
+
+
+class Clock:
+    """Counts steps; of several optimizers that step together, those of the one that took most."""
+
+    def __init__(self, schedule: Schedule | None = None) -> None:
+        if schedule is not None and not callable(schedule):
+            raise LocaterError(f"schedule must be a function of the number of steps taken, got {schedule!r:.80}")
+        self.schedule = schedule
+        self._from = 0
+        self._taken: Counter[int] = Counter()  # since then, by optimizer
+
+    @property
+    def step(self) -> int:
+        return self._from + max(self._taken.values(), default=0)
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._from = int(step)
+        self._taken.clear()
+
+    def factor(self) -> float:
+        """What the schedule gives now, 1 without one."""
+        if self.schedule is None:
+            return 1.0
+        value = float(self.schedule(self.step))
+        if not 0 <= value < math.inf:
+            raise LocaterError(f"the schedule gives {value:g} at step {self.step}: it must be finite and not negative")
+        return value
+
+    def join(self, optimizer: Optimizer) -> None:
+        """One more, which counts from now on."""
+        self._taken[id(optimizer)] = self.step - self._from
+
+    def tick(self, optimizer: Optimizer) -> None:
+        """After a step of the optimizer, unless GradScaler made it skip."""
+        overflow = getattr(optimizer, "found_inf", None)
+        # only a schedule has to know exactly whether the step counts, so only then is it worth waiting for the device
+        if self.schedule is None or overflow is None or not bool(overflow):
+            self._taken[id(optimizer)] += 1
+
+
+# ---------------------------------------------------------------------- what belongs to a model, and is attached
+
+
+class Regulariser(ABC):
+    """Acts on the query and key weights of one model, in the steps of the optimizers that it is attached to.
+
+    Its strength may follow a schedule: a function of the number of optimizer steps taken.
+    """
+
+    def __init__(self, model: nn.Module, schedule: Schedule | None) -> None:
+        self._clock = Clock(schedule)
+        self._model = model
+        self.attentions: list[Attention] = attentions(model)
+        self._tensors: list[Tensor] = [one.tensor for each in self.attentions for one in projections(each)]
+        self._attached: dict[int, Applied] = {}
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken, which a schedule is given."""
+        return self._clock.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._clock.step = step
+
+    @property
+    def schedule(self) -> Schedule | None:
+        return self._clock.schedule
+
+    def attach(self, optimizer: Optimizer) -> Self:
+        """Acts in every step of `optimizer`, on the parameters it holds; a step that GradScaler skips is skipped.
+
+        Several optimizers: attach each. Attached twice to one, it acts once.
+        """
+        optimizer = unwrapped(optimizer)
+        if (before := self._attached.pop(id(optimizer), None)) is not None:
+            before.remove()
+        self._attached[id(optimizer)] = _Attachment(self).apply(self._model, optimizer)
+        return self
+
+    def detach(self) -> None:
+        """Undoes every `attach`."""
+        for attached in self._attached.values():
+            attached.remove()
+        self._attached.clear()
+
+    @abstractmethod
+    def _hook(self, optimizer: Optimizer, held: HeldBy, undo: ExitStack) -> None:
+        """Makes the optimizer's steps do the work."""
+
+    @abstractmethod
+    def measure(self) -> dict[str, float]:
+        """Numbers for a log, by the name of the module."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to go on (a schedule is yours to give again)."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class LocAteRForm(Method):
+    """A form of LocAteR as a method. One form at a time, whichever it is."""
+
+    name = "LocAteR"
+    at_inference = "Nothing: it acts in training only."
+    at_start = "The output is unchanged, bitwise."
+
+    @abstractmethod
+    def _regulariser(self, model: nn.Module) -> Regulariser: ...
+
+    def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
+        optimizer = self._optimizer(optimizer)
+        regulariser = self._regulariser(model)
+        held = HeldBy(optimizer, regulariser._tensors)
+        regulariser._clock.join(optimizer)
+        regulariser._hook(optimizer, held, undo)
+        modules = [model.get_submodule(attention.module) for attention in regulariser.attentions]
+        return Installed(modules, measure=regulariser.measure, state=regulariser)
+
+
+class _Attachment(LocAteRForm):
+    """A regulariser that `attach` puts to work: on several optimizers, but not beside another on one of them."""
+
+    def __init__(self, regulariser: Regulariser) -> None:
+        self._bound = regulariser
+
+    def _regulariser(self, model: nn.Module) -> Regulariser:
+        del model
+        return self._bound
+
+    def _repeats(self, entry: _Entry, optimizer: Optimizer | None) -> bool:
+        other = entry.method
+        if isinstance(other, _Attachment) and other._bound is self._bound:
+            return False
+        return other.name == self.name and entry.optimizer is not None and entry.optimizer() is optimizer

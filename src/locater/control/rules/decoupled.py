@@ -1,0 +1,199 @@
+"""LocAteR beside the optimizer: a direct step on W_Q and W_K, as AdamW's decay is beside Adam's gradient.
+
+A step of size learning rate × strength goes down  share · tr(W_QKᵀW_QK) + (tr W_QK − target)². Every part of it is
+damped: divided by 1 + the step times the largest curvature it can have. Small steps are the gradient's, and no step,
+however large, goes past the minimum along any direction (an implicit step would not either, at the cost of a K × K
+solve).
+
+Legend: K head width, D model width; leading dimensions are heads, with any before them (modules; models × layers).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from locater.control.heads import Heads, rotary_scale
+from locater.models import Rope
+from locater.qk import QK
+
+__all__ = ["VERSION", "Decoupled", "baseline_scale", "decoupled_step", "limit_factors"]
+
+VERSION = 2  # raised when the formula changes: states of another version are refused
+_LIMIT = 3.0  # times its baseline is the largest effective scale of a head
+_UPDATES, _MOST_GROWTH = 250, 8.0  # the root of the baseline grows by the initial one in so many updates; so many times
+
+
+@dataclass(frozen=True)
+class Decoupled:
+    """The rule: raise the trace to `target`, shrink the scale of heads that grow (or of all), limit it.
+
+    Without a target it is 2 / logit_scale, and with rotary positions, where the trace is that of offset 0 alone, the
+    trace is left alone.
+    """
+
+    target: float | None = None
+    growing_only: bool = True
+
+    def start(self, heads: Heads) -> Tensor:
+        """What has to be remembered: the initial scales (…, 2), W_QK's own and the effective one."""
+        return torch.stack([heads.scale(), heads.effective_scale()], dim=-1)
+
+    def step(
+        self,
+        heads: Heads,
+        initial: Tensor,
+        update: Tensor | int,
+        rates: tuple[Tensor, Tensor],
+        strength: Tensor | float,
+        factor: Tensor | float,
+    ) -> Heads:
+        """The heads after one step. `rates` are those of W_Q and W_K, `factor` is the schedule's.
+
+        Where one rate is smaller, that factor moves by its part of the step.
+        """
+        rate = rates[0] if rates[0] is rates[1] else torch.maximum(*rates)
+        size = rate * strength * factor
+        pulled = size if self.target is not None or heads.rope is None else torch.zeros_like(size)
+        target = torch.full_like(size, 2 / heads.logit_scale if self.target is None else self.target)
+        baseline = None
+        if self.growing_only:
+            baseline, effective_baseline = baseline_scale(initial, heads.logit_scale, update).unbind(-1)
+        w_q, w_k = decoupled_step(heads.qk, size, pulled, target, baseline, heads.rope)
+        if rates[0] is not rates[1]:
+            parts = [torch.where(rate > 0, one / rate, 0.0)[..., None, None] for one in rates]
+            w_q, w_k = heads.qk.w_q.lerp(w_q, parts[0]), heads.qk.w_k.lerp(w_k, parts[1])
+        moved = heads.with_weights(w_q, w_k)
+        if baseline is None:
+            return moved
+        growth = moved.effective_scale() / effective_baseline
+        held = factor if isinstance(factor, Tensor) else min(factor, 1.0)
+        limit = limit_factors(growth, held, heads.trained, heads.shared_keys)
+        # a step that a GradScaler skips has rates of 0 on the device
+        f_q, f_k = (torch.where(rate > 0, one, 1.0) for one in limit)
+        return moved.scaled(f_q, f_k)
+
+
+def baseline_scale(initial: Tensor, logit_scale: float, update: Tensor | int = 0) -> Tensor:
+    """The scale beyond which a head has grown too fast: the initial one, or d_head / 8 if that is more, and from the
+    250th update on that times (update / 250)², up to 64 times.
+
+    At d_head / 8, logits between independent tokens have a standard deviation of 0.35; a customary start has 0.5 to 1.
+    Their standard deviation may grow by its initial value every 250 updates, to eight times it: heads of a model that
+    learns do grow, and only abrupt growth is limited.
+    """
+    growth = torch.as_tensor(update / _UPDATES).clamp(1, _MOST_GROWTH).square()
+    return initial.clamp(min=1 / (8 * logit_scale**2)) * growth
+
+
+def limit_factors(
+    growth: Tensor,
+    strength_factor: Tensor | float = 1.0,
+    trained: tuple[bool, bool] = (True, True),
+    shared_keys: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """What queries and keys of every head are multiplied by, so that no effective scale exceeds three baselines.
+
+    The limit is divided by the strength factor, from 1 to 0, where it is released. Both factors that are trained share
+    what is to be shrunk; where query heads share a key, the queries take all of it.
+    """
+    ratio = (_LIMIT / (strength_factor * growth)).clamp(max=1)
+    if trained == (True, True) and not shared_keys:
+        return ratio**0.25, ratio**0.25
+    if trained[0]:
+        return ratio.sqrt(), torch.ones_like(ratio[..., :1] if shared_keys else ratio)
+    return torch.ones_like(ratio), (ratio.amin(-1, keepdim=True) if shared_keys else ratio).sqrt()
+
+
+# ---------------------------------------------------------------------- one step
+
+
+def decoupled_step(
+    qk: QK,
+    scale_step: Tensor,
+    mean_step: Tensor,
+    target: Tensor,
+    baseline: Tensor | None = None,
+    rope: Rope | None = None,
+) -> tuple[Tensor, Tensor]:
+    """W_Q and W_K after one step down  scale_step · scale + mean_step · (trace − target)².
+
+    With a `baseline`, the scale's step is multiplied by clamp(scale/baseline − 1, 0, 1), and a trace above its target
+    is not lowered. With rotary positions the scale is the mean of that at offset 0 and of its mean over all offsets,
+    and growth is that of the largest scale that any rotary angles can give; the trace is that of offset 0.
+    """
+    products = _Products.of(qk)
+    if baseline is not None:
+        scale_step = scale_step * (products.largest_scale(rope) / baseline - 1).clamp(0, 1)
+        target = torch.maximum(target, products.trace)
+    shrink_q, shrink_k = products.averaged(rope).damped(scale_step)
+    pull = products.damped_pull(mean_step, target)[..., None, None]
+    # matrices of a weight's size are read and written as seldom as may be; 1 − shrink · gram in one product would round
+    # the weights themselves where products are TF32
+    w_q = qk.w_q - torch.addcmul(shrink_q @ qk.w_q, pull, qk.w_k)
+    if products.shared_keys:
+        return w_q, qk.w_k - (shrink_k @ qk.w_k + (pull * qk.w_q).sum(-3, keepdim=True))
+    return w_q, qk.w_k - torch.addcmul(shrink_k @ qk.w_k, pull, qk.w_q)
+
+
+@dataclass(frozen=True)
+class _Products:
+    """W_Q W_Qᵀ, W_K W_Kᵀ (…, K, K) and tr W_QK (…): all that the size of a step is computed from."""
+
+    gram_q: Tensor
+    gram_k: Tensor
+    trace: Tensor
+    shared_keys: bool
+
+    @classmethod
+    def of(cls, qk: QK) -> _Products:
+        shared = qk.w_k.ndim > 2 and qk.w_k.shape[-3] < qk.w_q.shape[-3]
+        return cls(qk.w_q @ qk.w_q.mT, qk.w_k @ qk.w_k.mT, qk.trace(), shared)
+
+    def largest_scale(self, rope: Rope | None) -> Tensor:
+        return rotary_scale(self.gram_q, self.gram_k, rope)
+
+    def averaged(self, rope: Rope | None) -> _Products:
+        """With rotary positions, each gram is the mean of itself and of its mean over all offsets."""
+        if rope is None:
+            return self
+        gram_q, gram_k = ((gram + rope.mean_gram(gram)) / 2 for gram in (self.gram_q, self.gram_k))
+        return replace(self, gram_q=gram_q, gram_k=gram_k)
+
+    def over_heads(self, x: Tensor, dim: int) -> Tensor:
+        """Summed over the query heads that share a key."""
+        return x.sum(dim, keepdim=True) if self.shared_keys else x
+
+    def damped(self, step: Tensor) -> tuple[Tensor, Tensor]:
+        """2 step · gram of the other factor, damped, for W_Q and for W_K.
+
+        Both factors are divided by the same: a gradient does not let one of them grow at the other's expense.
+        """
+        largest = torch.maximum(self.over_heads(step * _norm(self.gram_q), -1), step * _norm(self.gram_k))
+        if self.shared_keys:
+            largest = largest.amax(-1, keepdim=True)
+        shrink = (2 * step / (1 + 2 * largest))[..., None, None]
+        return shrink * self.gram_k, self.over_heads(shrink * self.gram_q, -3)
+
+    def damped_pull(self, step: Tensor, target: Tensor) -> Tensor:
+        """c of the step W_Q − c W_K, W_K − c W_Q down (trace − target)².
+
+        The trace becomes trace − c S + c² trace, where S is the sum of the squared norms of the factors. That is
+        monotone for |c| ≤ 1, and the target where c = 2 off / (S + √(S² − 4 trace · off)): c goes no further than
+        either.
+        """
+        squares_q, squares_k = (gram.diagonal(dim1=-2, dim2=-1).sum(-1) for gram in (self.gram_q, self.gram_k))
+        squares_q = self.over_heads(squares_q, -1)
+        off, both = self.trace - target, squares_q + squares_k
+        c = 2 * step * off / (1 + 4 * step * torch.maximum(squares_q, squares_k))
+        there = 2 * off.abs() / (both + (both.square() - 4 * self.trace * off).clamp(min=0).sqrt()).clamp(min=1e-30)
+        most = there.clamp(max=1)
+        return c.clamp(-most, most)
+
+
+def _norm(gram: Tensor) -> Tensor:
+    """At least gram's largest eigenvalue, half the largest curvature of the scale, and at most K^¼ of it."""
+    norm: Tensor = torch.linalg.matrix_norm(gram @ gram)
+    return norm.sqrt()

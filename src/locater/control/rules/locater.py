@@ -1,0 +1,55 @@
+"""LocAteR's penalty on one W_QK and its gradient (Section 6, with its misprint mended):
+
+    scale_strength · tr(W_QKᵀW_QK) + mean_strength · (tr W_QK − target)²
+
+Legend: K head width, D model width; strengths and targets broadcast against the leading dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from locater.qk import QK
+
+__all__ = ["GradientFactors", "joint_gradient", "penalty", "penalty_gradient"]
+
+
+def penalty(qk: QK, scale_strength: float | Tensor, mean_strength: float | Tensor, target: float | Tensor) -> Tensor:
+    """Of every matrix."""
+    return scale_strength * qk.scale() + mean_strength * (qk.trace() - target).square()
+
+
+class GradientFactors(NamedTuple):
+    """∂/∂W_Q = of_q W_Q + pull W_K and ∂/∂W_K = of_k W_K + pull W_Q; a key that query heads share collects their sum.
+
+    No d_model × d_model matrix, no graph.
+    """
+
+    of_q: Tensor  # (…, K, K)
+    of_k: Tensor
+    pull: Tensor  # (…, 1, 1)
+
+    @classmethod
+    def of(cls, qk: QK, scale_strength: Tensor, mean_strength: Tensor, target: Tensor | float) -> GradientFactors:
+        scale = 2 * scale_strength[..., None, None]
+        pull = (2 * mean_strength * (qk.trace() - target))[..., None, None]
+        return cls(scale * (qk.w_k @ qk.w_k.mT), scale * (qk.w_q @ qk.w_q.mT), pull)
+
+
+def penalty_gradient(
+    qk: QK, scale_strength: Tensor, mean_strength: Tensor, target: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    """∂/∂W_Q and ∂/∂W_K of every matrix's penalty."""
+    of_q, of_k, pull = GradientFactors.of(qk, scale_strength, mean_strength, target)
+    return of_q @ qk.w_q + pull * qk.w_k, of_k @ qk.w_k + pull * qk.w_q
+
+
+def joint_gradient(w: Tensor, scale_strength: Tensor, mean_strength: Tensor, target: Tensor | float) -> Tensor:
+    """∂/∂W_QK (…, D, D) where it is trained itself: 2 scale_strength W + 2 mean_strength (tr W − target) I."""
+    gradient = 2 * scale_strength[..., None, None] * w
+    diagonal = gradient.diagonal(dim1=-2, dim2=-1)
+    diagonal += (2 * mean_strength * (torch.einsum("...ii->...", w) - target))[..., None]
+    return gradient

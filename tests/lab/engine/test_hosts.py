@@ -1,0 +1,82 @@
+"""One rule, two hosts: what the arena measures is what a user attaches.
+
+A member of the lab's stack, and the same decoder in Hugging Face's classes with the shipped method attached, train
+alike.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from corpora import batch_at, write_corpus
+
+from locater import control
+from locater.lab import Config, Member, ModelConfig, Stack, load_corpus
+from locater.lab.config import METHOD_NAMES
+
+pytest.importorskip("transformers", reason="no transformers: pip install 'locater[hf]'")
+from twins import Twin
+
+MODEL = ModelConfig(width=16, ffn=32, layers=2, heads=2, tokens=8, norm="pre", dropout=0.0)
+CONFIG = Config(model=MODEL, batch=6, steps=60, precision="fp64")
+SHIPPED = {
+    "qk-norm": (2.0, lambda s: control.QKNorm(initial_gain=math.sqrt(s))),
+    "softcap": (0.7, control.Softcap),
+    "z-loss": (1e-2, control.ZLoss),
+    "sigma-reparam": (0.0, lambda _: control.SigmaReparam("all")),
+    "sigma-reparam-qk": (0.0, lambda _: control.SigmaReparam("qk")),
+    "qk-clip": (0.3, control.QKClip),
+    "qk-decay": (1.0, control.QKDecay),
+    "locater-decoupled": (1.0, lambda s: control.DecoupledLocAteRMethod(strength=s, growing_only=False)),
+    "locater-auto": (3.0, lambda s: control.DecoupledLocAteRMethod(strength=s)),
+    "locater": (0.0, lambda _: control.LocAteRMethod(scale_strength=1e-2, mean_strength=1e-1, target=2.0)),
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return load_corpus(write_corpus(tmp_path_factory.mktemp("corpus")), cache=tmp_path_factory.mktemp("cache"))
+
+
+def test_every_method_of_the_lab_is_compared_with_the_one_that_is_shipped():
+    assert {*SHIPPED} == {*METHOD_NAMES, "locater"} - {"none"}
+
+
+@pytest.mark.parametrize("positions", ["sines", "rotary"])
+@pytest.mark.parametrize("method", SHIPPED)
+def test_a_member_of_a_stack_trains_as_a_hugging_face_model_with_the_shipped_method(corpus, method, positions):
+    """50 steps in float64, weight decay included; a rate that carries some methods to their limits.
+
+    A key's bias moves no softmax: with sines its gradient is rounding, of which Adam makes steps, and it is left out.
+    """
+    strength, shipped = SHIPPED[method]
+    coupled = {"scale_strength": 1e-2, "mean_strength": 1e-1, "target": 2.0} if method == "locater" else {}
+    member = Member("one", learning_rate=3e-2, decay=0.1, strength=strength, **coupled)
+    config = CONFIG.changed(method="none" if method == "locater" else method, positions=positions)
+    stack = Stack(config, [member], corpus, torch.device("cpu"))
+    plain = Member("plain", learning_rate=3e-2, decay=0.1)
+    other = Stack(CONFIG.changed(positions=positions), [plain], corpus, torch.device("cpu"))
+    twin = Twin(config.model, len(corpus.words), "eager" if method == "softcap" else "sdpa")
+    twin.load(other.parameters(0)).train()
+    trained = [p for p in twin.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=member.learning_rate, weight_decay=member.decay)
+    applied = shipped(strength).apply(twin, optimizer)
+    for step in range(50):
+        inputs, targets = (x[0].view(6, 8) for x in batch_at(stack, step))
+        optimizer.zero_grad()
+        twin.loss(inputs, targets).backward()
+        optimizer.step()
+        stack.advance()
+        other.advance()
+    found = stack.parameters(0)
+    assert found.keys() == twin.parts().keys()
+    for name, value in found.items():
+        there = twin.parameter(name)
+        if positions == "sines" and name.endswith("qkv.bias"):
+            value, there = (x.unflatten(0, (3, -1))[[0, 2]] for x in (value, there))
+        torch.testing.assert_close(there, value, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+    unprotected = other.parameters(0)["layers.0.qkv.weight"]
+    assert (found["layers.0.qkv.weight"] - unprotected).norm() > 1e-3 * unprotected.norm()  # the method has acted
+    applied.remove()
