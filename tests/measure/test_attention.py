@@ -397,14 +397,14 @@ EVERY = torch.ones(2, 5, dtype=torch.bool)
         (Q, K, {"softcap": 0.0}, "softcap must be positive and finite, got 0.0"),
         (Q, K, {"alibi_slopes": torch.ones(3)}, r"alibi_slopes must be \(6,\) on cpu, one a head, got \(3,\)"),
         (Q, K, {"key_mask": EVERY[:1]}, r"key_mask must be \(2, 5\) \(batch, keys\).* got \(1, 5\)"),
-        (Q, K, {"key_mask": EVERY.long()}, "boolean with True where a key is visible.* got .*int64"),
+        (Q, K, {"key_mask": EVERY.long()}, "boolean with False where a key is masked.* got .*int64"),
         (Q, K, {"key_mask": torch.tensor([[True], [False]]) & EVERY}, "in sequence 1 of the batch: .* by key_mask"),
         (Q, K, {"bias": torch.zeros(6, 5, 4)}, r"bias must expand to \(2, 6, 5, 5\), got \(6, 5, 4\)"),
         (Q, K, {"bias": torch.zeros(1, 2, 6, 5, 5)}, "bias must expand to"),
         (Q, K, {"bias": lambda _, __: torch.zeros(7, 1)}, r"bias must expand to \(2, 6, 5, 5\), got \(7, 1\)"),
         (Q, K, {"bias": torch.zeros(5, 5, dtype=torch.int64)}, "bias must be floating point or boolean.*int64"),
-        (Q, K, {"bias": torch.full((2, 1, 1, 1), -math.inf)}, "nothing to measure in sequence 0 .* hidden by bias"),
-        (Q[:, :, :1], K, {"key_mask": EVERY & (torch.arange(5) < 4), "window": 1}, "hidden by key_mask and window"),
+        (Q, K, {"bias": torch.full((2, 1, 1, 1), -math.inf)}, "nothing to measure in sequence 0 .* masked by bias"),
+        (Q[:, :, :1], K, {"key_mask": EVERY & (torch.arange(5) < 4), "window": 1}, "masked by key_mask and window"),
     ],
 )
 def test_bad_input_is_answered_in_one_sentence(q, k, options, message):

@@ -17,7 +17,7 @@ from zoo import COMMON, FAMILIES, GROUPED, SMALL, VOCABULARY, build, inputs, rec
 
 from locater import LocaterError
 from locater.hooks import Call
-from locater.hooks._calls import _masked
+from locater.hooks._calls import _with_mask
 from locater.measure import attention, attention_statistics, rank_residual
 from locater.measure.observe import observe
 from own_attention import OwnAttention
@@ -238,8 +238,8 @@ def test_a_mask_is_read_alike_in_blocks_of_rows_and_at_once(side, window, causal
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min) if added else mask
         found = []
         for together in (1, 40, 10**9):
-            monkeypatch.setattr("locater.hooks._calls._TOGETHER", together)
-            found.append(_masked(Call(q, q), mask, window=window))
+            monkeypatch.setattr("locater.hooks._calls._COMPARED", together)
+            found.append(_with_mask(Call(q, q), mask, window=window))
         for one in found:
             assert (one.causal, one.window) == ((causal, window) if is_plain else (False, None))
             assert (one.bias is None) is is_plain
@@ -289,6 +289,23 @@ def test_padding_of_a_decoder_does_not_count_in_its_cross_attention(backend):
     with torch.no_grad(), observe(model) as seen:
         model(input_ids=ids, attention_mask=mask.long(), decoder_input_ids=ids, decoder_attention_mask=mask.long())
     assert (seen.table()["queries"] == mask.sum().item()).all()
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("target", [5, 24, 40])
+def test_cross_attention_shares_the_entropy_of_all_source_tokens_however_long_the_target(backend, target):
+    """With more queries than keys, too, every query of cross-attention attends to all keys."""
+    sizes = {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = tf.BartConfig(vocab_size=VOCABULARY, d_model=16, encoder_layers=1, decoder_layers=1, **sizes)
+    model, source = stirred(lambda: tf.BartModel(config)), 12
+    model.set_attn_implementation(backend)
+    ids = torch.randint(3, VOCABULARY, (2, source + target), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), observe(model) as seen:
+        model(input_ids=ids[:, :source], decoder_input_ids=ids[:, source:])
+    rows = of_head(seen.table(), "decoder.layers.0.encoder_attn")
+    assert list(rows["queries"]) == [2 * target] * 2
+    np.testing.assert_allclose(rows["entropy_share"], rows["entropy"] / np.log(source), rtol=1e-6)
+    assert rows["entropy_share"].max() <= 1
 
 
 def test_rho_is_the_share_of_sequences_with_z_inside():

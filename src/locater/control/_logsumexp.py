@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.hooks import Call, visible
+from locater.hooks import Call, Visibility
 from locater.measure import attention_statistics
 
 __all__ = ["logsumexp"]
@@ -25,7 +25,7 @@ _CPU_LOGITS, _LOGITS = 1 << 20, 1 << 25  # in a block
 
 
 def logsumexp(call: Call) -> Tensor:
-    """(B, H, Tq), −∞ for queries that see no key; differentiable in q and k, not in biases."""
+    """(B, H, Tq), −∞ for queries whose keys are all masked; differentiable in q and k, not in biases."""
     bare = replace(call, q=call.q.detach(), k=call.k.detach())
     found: Tensor = _LogSumExp.apply(call.q, call.k, bare)  # type: ignore[no-untyped-call]
     return found
@@ -53,8 +53,9 @@ def _gradients(call: Call, lse: Tensor, upstream: Tensor) -> tuple[Tensor, Tenso
     scale = width**-0.5 if call.scale is None else call.scale
     d_q = torch.empty(call.q.shape, dtype=wide, device=lse.device)
     d_k = torch.zeros(call.k.shape, dtype=wide, device=lse.device)
-    lse = lse.to(wide).masked_fill(lse == -torch.inf, torch.inf)  # a query that sees nothing: p is 0
-    for rows, columns in _blocks(call):
+    lse = lse.to(wide).masked_fill(lse == -torch.inf, torch.inf)  # all its keys are masked: p is 0
+    masks = call.visibility
+    for rows, columns in _blocks(masks):
         queries, keys = call.q[:, :, rows].to(wide), call.k[:, :, columns].to(wide)
         folded = queries.reshape(b, g, -1, width)  # (B, G, R·n, K): a group's heads share its keys
         with torch.autocast(lse.device.type, enabled=False):
@@ -63,7 +64,7 @@ def _gradients(call: Call, lse: Tensor, upstream: Tensor) -> tuple[Tensor, Tenso
             if call.softcap is not None:
                 bent = torch.tanh(s / call.softcap)
                 s = call.softcap * bent
-            p = _masked(call, s, rows, columns).sub_(lse[:, :, rows, None]).exp_()
+            p = masks.apply_(s, rows, columns).sub_(lse[:, :, rows, None]).exp_()
             p.mul_(upstream[:, :, rows, None].to(wide)).mul_(scale)
             if bent is not None:
                 p.mul_(1 - bent.square())
@@ -73,32 +74,10 @@ def _gradients(call: Call, lse: Tensor, upstream: Tensor) -> tuple[Tensor, Tenso
     return d_q.to(call.q.dtype), d_k.to(call.k.dtype)
 
 
-def _blocks(call: Call) -> Iterator[tuple[slice, slice]]:
-    """Queries of a block, and the keys that one of them may see."""
-    b, h, tq, tk = call.sizes
-    budget = _CPU_LOGITS if call.q.device.type == "cpu" else _LOGITS
-    size = max(1, budget // (b * h * tk))
+def _blocks(masks: Visibility) -> Iterator[tuple[slice, slice]]:
+    """Queries of a block, and the keys that are unmasked for one of them."""
+    b, h, tq, tk = masks.shape
+    size = max(1, (_CPU_LOGITS if masks.device.type == "cpu" else _LOGITS) // (b * h * tk))
     for start in range(0, tq, size):
-        stop = min(start + size, tq)
-        first, last = start + tk - tq, stop - 1 + tk - tq  # places: the last query is at the last key
-        low = 0 if call.window is None else max(0, first - call.window + 1)
-        high = last + 1 if call.causal else tk if call.window is None else min(tk, last + call.window)
-        yield slice(start, stop), slice(low, high)
-
-
-def _masked(call: Call, s: Tensor, rows: slice, columns: slice) -> Tensor:
-    """The logits of a block with biases added and hidden keys at −∞, as `attention_statistics` has them."""
-    _, _, tq, tk = call.sizes
-    if call.bias is not None:
-        bias = call.bias[..., rows if call.bias.shape[2] > 1 else slice(None), columns]
-        s = s.masked_fill(~visible(bias), -torch.inf)
-        return s if bias.dtype == torch.bool else s + bias.to(s.dtype).masked_fill(~visible(bias), 0)
-    column = torch.arange(columns.start, columns.stop, device=s.device)
-    distance = column - torch.arange(rows.start + tk - tq, rows.stop + tk - tq, device=s.device)[:, None]  # (n, c)
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if call.causal:
-        hidden |= distance > 0
-    if call.window is not None:
-        hidden |= distance.abs() >= call.window
-    s = s.masked_fill(hidden, -torch.inf)
-    return s if call.key_mask is None else s.masked_fill(~call.key_mask[:, None, None, columns], -torch.inf)
+        rows = slice(start, min(start + size, tq))
+        yield rows, masks.columns(rows, slice(0, tk))

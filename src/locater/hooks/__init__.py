@@ -8,7 +8,7 @@
 whatever the family, the backend, the mask or the cache.
 """
 
-from locater.hooks._calls import Call, of_multihead, of_stack, visible
+from locater.hooks._calls import Call, of_multihead, of_stack
 from locater.hooks._compiling import HOW, has_compiled, plain_name, untraced
 from locater.hooks._patching import Patch, patch
 from locater.hooks._recorder import Intercepted, Interceptor, hidden_states, in_backward, intercept
@@ -21,17 +21,21 @@ from locater.hooks._sites import (
     interface_site,
     reads_attribute,
 )
+from locater.hooks._visibility import Bias, Visibility, cut_from, visible
 
 __all__ = [
     "HOW",
     "AttentionSite",
+    "Bias",
     "Call",
     "Intercepted",
     "Interceptor",
     "Patch",
     "Stacked",
     "Tell",
+    "Visibility",
     "attention_sites",
+    "cut_from",
     "has_compiled",
     "hidden_states",
     "implementation_of",

@@ -1,4 +1,4 @@
-"""What an attention call computes, read off its arguments: queries, keys, and which of them see which.
+"""What an attention call computes, read off its arguments: queries, keys, and which keys are masked.
 
 Legend: B batch, H query heads, G key heads, Tq queries, Tk keys, K head width.
 """
@@ -6,6 +6,7 @@ Legend: B batch, H query heads, G key heads, Tq queries, Tk keys, K head width.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,16 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from locater.errors import LocaterError
+from locater.hooks._visibility import Visibility, additive, visible
 
-__all__ = ["Call", "of_interface", "of_logits", "of_multihead", "of_sdpa", "of_softmax", "of_stack", "visible"]
+__all__ = ["Call", "of_interface", "of_logits", "of_multihead", "of_sdpa", "of_softmax", "of_stack"]
 
 
-_TOGETHER = 1 << 23  # numbers of a mask that are looked at at a time
+_COMPARED = 1 << 23  # entries of a mask at a time
 
 
 @dataclass(frozen=True)
 class Call:
-    """One attention call. Which keys are seen is told by `bias` alone where it is given, else by the other three."""
+    """One attention call. Keys are masked by `bias` alone where it is given, else by the other three."""
 
     q: Tensor  # (B, H, Tq, K), with its graph, as k
     k: Tensor  # (B, G, Tk, K)
@@ -35,8 +37,12 @@ class Call:
     key_mask: Tensor | None = None  # (B, Tk)
     bias: Tensor | None = None  # (B or 1, H or 1, Tq or 1, Tk), boolean or added, without its graph
     real: Tensor | None = None  # (B, Tq): False where the query is padding
-    tokens: slice | None = None  # of all of a forward's, where those of several sequences are packed into one
-    members: int = 1  # models that the sequences belong to, as many to each, one model's after the other's
+    tokens: slice | None = None  # the sequence's part of the forward's tokens, where several are packed into one
+    members: int = 1  # models of a stack; each has as many sequences, and they follow one another
+
+    @property
+    def visibility(self) -> Visibility:
+        return Visibility(self.sizes, self.q.device, self.causal, self.window, self.key_mask, self.bias)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -74,11 +80,6 @@ class Call:
         return replace(self, real=tokens if self.real is None else tokens & self.real)
 
 
-def visible(mask: Tensor) -> Tensor:
-    """Where a mask, boolean or added, lets a query see a key: as `attention_statistics` has it."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-
-
 # ---------------------------------------------------------------------- the calls of libraries
 
 
@@ -95,12 +96,12 @@ def of_interface(implementation: str, arguments: Mapping[str, Any], *, cross: bo
     if causal is None:
         causal = getattr(module, "is_causal", True)
     if implementation == "flex_attention":  # its mask says all
-        return [_masked(call, _of_blocks(mask, call), added=added, cross=cross, window=window)]
+        return [_with_mask(call, _of_blocks(mask, call), added=added, cross=cross, window=window)]
     if "flash" in implementation:
         return _flash(replace(call, causal=bool(causal) and q.shape[2] > 1, window=window), arguments)
     if implementation != "eager" and mask is None and causal and q.shape[2] > 1:
         return [_top_left_causal(call, added)]
-    return [_masked(call, mask, added=added, cross=cross, window=window)]
+    return [_with_mask(call, mask, added=added, cross=cross, window=window)]
 
 
 def of_sdpa(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
@@ -118,7 +119,7 @@ def of_sdpa(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         q, k = q[:, None], k[:, None]
         mask = mask[:, None] if mask is not None and mask.ndim == 3 else mask
     call = Call(q, k, arguments.get("scale"))
-    return _top_left_causal(call, None) if arguments.get("is_causal") else _masked(call, mask)
+    return _top_left_causal(call, None) if arguments.get("is_causal") else _with_mask(call, mask)
 
 
 def _sdpa(
@@ -194,26 +195,16 @@ def of_multihead(module: nn.MultiheadAttention, arguments: Mapping[str, Any]) ->
     k = functional.linear(key, w_k, b_k).unflatten(-1, (h, -1)).transpose(1, 2)
     if mask is not None and mask.ndim == 3:
         mask = mask.view(-1, h, *mask.shape[1:])
-    both = _both(_additive(mask, q.dtype), _additive(None if padding is None else padding[:, None, None], q.dtype))
-    return _masked(Call(q, k), both, cross=cross), query
+    given = [one for one in (mask, None if padding is None else padding[:, None, None]) if one is not None]
+    added = [additive(~one if one.dtype == torch.bool else one, q.dtype) for one in given]  # True masks, here alone
+    return _with_mask(Call(q, k), sum(added[1:], added[0]) if added else None, cross=cross), query
 
 
 # ---------------------------------------------------------------------- masks
 
 
-def _additive(hidden: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """torch.nn.MultiheadAttention's masks: True where hidden, or added already."""
-    if hidden is None or hidden.dtype != torch.bool:
-        return hidden
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-
-
-def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return other if one is None else one if other is None else one + other
-
-
 def _of_blocks(mask: Any, call: Call) -> Tensor | None:
-    """FlexAttention's mask, a function of places, as booleans (B or 1, H or 1, Tq, Tk); a tensor, added, stays one."""
+    """FlexAttention's mask, a function of positions, as booleans (B or 1, H or 1, Tq, Tk); a tensor stays one."""
     if mask is None or isinstance(mask, Tensor):
         return mask
     from torch.nn.attention.flex_attention import create_mask
@@ -223,13 +214,13 @@ def _of_blocks(mask: Any, call: Call) -> Tensor | None:
 
 
 def _top_left_causal(call: Call, added: Tensor | None) -> Call:
-    """torch's causal flag: query i sees keys 0 to i, whatever the lengths."""
+    """torch's causal flag: query i attends to keys 0 to i, whatever the lengths."""
     _, _, tq, tk = call.sizes
     call = replace(call, k=call.k[:, :, :tq])
     if added is None and tq <= tk:
         return replace(call, causal=True)
-    seen = torch.ones(tq, min(tq, tk), dtype=torch.bool, device=call.q.device).tril()
-    return _masked(call, seen, added=None if added is None else added[..., :tq])
+    lower = torch.ones(tq, min(tq, tk), dtype=torch.bool, device=call.q.device).tril()
+    return _with_mask(call, lower, added=None if added is None else added[..., :tq])
 
 
 def _flash(call: Call, arguments: Mapping[str, Any]) -> list[Call]:
@@ -258,68 +249,73 @@ def _flash(call: Call, arguments: Mapping[str, Any]) -> list[Call]:
     ]
 
 
-def _masked(
+def _with_mask(
     call: Call, mask: Tensor | None, *, added: Tensor | None = None, cross: bool = False, window: int | None = None
 ) -> Call:
-    """The call with a mask, boolean (True is seen) or added, and what a model adds besides (T5's bias)."""
+    """The call with a mask, boolean or added, and what the model adds besides (T5's position bias)."""
     if mask is None:
         return call if added is None else replace(call, bias=added.detach())
     b, _, tq, tk = call.sizes
     mask = mask.detach()[..., :tk]
     mask = mask[(None,) * (4 - mask.ndim)]
-    seen = visible(mask).expand(-1, -1, tq, -1)
-    real = _real_queries(seen, b, cross=cross)
+    attends = visible(mask).expand(-1, -1, tq, -1)
+    call = replace(call, real=_real_queries(attends, b, cross=cross))
     if added is not None:
-        total = added.detach() + (torch.zeros((), device=mask.device) if mask.dtype == torch.bool else mask)
-        return replace(call, bias=total.masked_fill(~visible(mask), -torch.inf), real=real)
-    plain = _plain(call, mask, seen, real, window)
-    return replace(call, bias=mask.expand(-1, -1, tq, -1), real=real) if plain is None else plain
+        return replace(call, bias=added.detach() + additive(mask, added.dtype))
+    return _without_matrix(call, mask, attends, window) or replace(call, bias=mask.expand_as(attends))
 
 
-def _plain(call: Call, mask: Tensor, seen: Tensor, real: Tensor, window: int | None) -> Call | None:
-    """The call without its mask, if that says no more than causal, window and padding do: those need no T × T."""
+def _without_matrix(call: Call, mask: Tensor, attends: Tensor, window: int | None) -> Call | None:
+    """The call with causal, window and key_mask in place of a mask that says no more: they need no T × T."""
     b, _, tq, tk = call.sizes
-    if seen.shape[1] != 1 or tq > tk:
+    if mask.shape[1] != 1 or tq > tk:
         return None
-    # some rows at a time: the mask may be the largest thing there is, and what is made of it several times larger
-    step = max(1, _TOGETHER // (b * tk))
+    assert call.real is not None
+    counts = call.real[:, None, :, None]  # padded queries may attend to anything
+    # some queries at a time: the mask may be the largest tensor there is, and a comparison makes several of its size
+    step = max(1, _COMPARED // (b * tk))
     blocks = [slice(start, min(start + step, tq)) for start in range(0, tq, step)]
-    seen, column = seen[:, 0], torch.arange(tk, device=mask.device, dtype=torch.int32)
-    keys = torch.zeros(b, tk, dtype=torch.bool, device=mask.device)
-    for rows in blocks:
-        added = mask if mask.shape[2] == 1 else mask[:, :, rows]
-        if mask.dtype != torch.bool and not ((added == 0) | ~visible(added)).all():
-            return None
-        keys |= (seen[:, rows] & real[:, rows, None]).any(1)
+    if not all(_only_masks(mask if mask.shape[2] == 1 else mask[:, :, rows]) for rows in blocks):
+        return None
+    attended = [(attends[:, :, rows] & counts[:, :, rows]).any(2) for rows in blocks]
+    key_mask = torch.stack(attended).any(0)[:, 0]  # (B, Tk)
 
-    def says(rows: slice, size: int | None, causal: bool) -> bool:
-        """Whether the mask hides from these queries what is padding, too far, or to come, and nothing else."""
-        distance = column - column[tk - tq :][rows, None]
-        expected = torch.ones_like(distance, dtype=torch.bool) if size is None else distance.abs() < size
-        expected = expected & (distance <= 0) if causal else expected
-        return not bool(((seen[:, rows] != expected & keys[:, None]) & real[:, rows, None]).any())
+    def agrees(plain: Visibility, rows: slice) -> bool:
+        wrong = plain.masked(rows, slice(0, tk)) == attends[:, :, rows]
+        return not (wrong & counts[:, :, rows]).any()
 
-    for size in (None, window)[: 1 if window is None else 2]:
-        for causal in (True, False):
-            if all(says(rows, size, causal) for rows in blocks):
-                return replace(call, causal=causal, window=size, key_mask=None if keys.all() else keys, real=real)
+    for size, causal in itertools.product(dict.fromkeys((None, window)), (True, False)):
+        plain = replace(call, causal=causal, window=size, key_mask=key_mask)
+        if all(agrees(plain.visibility, rows) for rows in blocks):
+            return replace(plain, key_mask=None) if key_mask.all() else plain
     return None
 
 
-def _real_queries(seen: Tensor, batch: int, *, cross: bool) -> Tensor:
-    """(B, Tq): the queries that are no padding, from who sees whom (B or 1, H or 1, Tq, Tk).
+def _only_masks(mask: Tensor) -> bool:
+    """Whether it adds nothing to the logits of unmasked keys."""
+    return mask.dtype == torch.bool or bool(((mask == 0) | ~visible(mask)).all())
 
-    A token of self-attention sees itself, padding is seen by nobody. In cross-attention a query's own padding does not
-    show; there, and where no query sees itself, those count that see anything.
+
+def _real_queries(attends: Tensor, batch: int, *, cross: bool) -> Tensor:
+    """(B, Tq): the queries that are no padding, by the keys (B or 1, H or 1, Tq, Tk) that each attends to.
+
+    A token of self-attention attends to itself, and nothing attends to padding. In cross-attention the padding of
+    queries does not show; there, and where no query attends to itself, those count that attend to any key.
     """
-    seen = seen.any(1)  # (B, Tq, Tk)
-    tq, tk = seen.shape[1:]
-    rows = seen.any(-1)
-    if cross or tq > tk:
-        return rows.expand(batch, tq)
-    place = torch.arange(tq, device=seen.device)
-    if tq < tk:  # a cache, perhaps with room left: the last key in sight is the last query's own
-        last = (tk - 1 - seen.flip(-1).byte().argmax(-1)).masked_fill(~rows, 0)
-        place = (place + last.amax() - (tq - 1)).clamp(min=0)
-    own = torch.take_along_dim(seen, place[None, :, None], 2)[..., 0]
-    return torch.where(own.any(), own, rows).expand(batch, tq)
+    attends = attends.any(1)
+    to_any = attends.any(-1)
+    if not cross and attends.shape[1] <= attends.shape[2]:
+        to_itself = torch.take_along_dim(attends, _own_keys(attends)[None, :, None], 2)[..., 0]
+        to_any = torch.where(to_itself.any(), to_itself, to_any)
+    return to_any.expand(batch, -1)
+
+
+def _own_keys(attends: Tensor) -> Tensor:
+    """The key (Tq,) that is each query's own token, by the keys (B, Tq, Tk) that they attend to."""
+    _, tq, tk = attends.shape
+    key = torch.arange(tk, device=attends.device)
+    if tq == tk:
+        return key
+    # a cache, perhaps with room left: the last key that is attended to is the last query's own
+    last = torch.where(attends.flatten(0, 1).any(0), key, 0).amax()
+    return (key[:tq] + last - (tq - 1)).clamp(min=0)

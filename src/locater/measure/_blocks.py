@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Part", "Sums", "counted_from", "cut_from", "shares", "slices", "within"]
+__all__ = ["Part", "Sums", "counted_from", "shares", "slices", "within"]
 
 Part: TypeAlias = tuple[slice, slice, slice]  # of the batch, heads and queries of a block
 
@@ -29,20 +29,20 @@ class Sums:
         self.m = torch.full(tuple(shape), -math.inf, dtype=dtype, device=device)
         self.total, self.weighted = torch.zeros_like(self.m), torch.zeros_like(self.m)
 
-    def set(self, part: Part, s: Tensor, *, hidden: bool) -> None:
-        """Those of a part from its logits (b, h, n, c), which are overwritten; if `hidden`, some of them may be −∞."""
+    def set(self, part: Part, s: Tensor, *, masked: bool) -> None:
+        """Those of a part from its logits (b, h, n, c), which are overwritten; if `masked`, some of them may be −∞."""
         m = torch.amax(s, -1, out=self.m[part])
-        s -= (m.masked_fill(m == -math.inf, 0) if hidden else m)[..., None]
+        s -= (m.masked_fill(m == -math.inf, 0) if masked else m)[..., None]
         p = _exp(s)
         torch.sum(p, -1, out=self.total[part])
-        p *= s.clamp_(min=_NOTHING) if hidden else s
+        p *= s.clamp_(min=_NOTHING) if masked else s
         torch.sum(p, -1, out=self.weighted[part])
 
     def add(self, part: Part, other: Sums) -> None:
-        """Those of further keys that a part's queries saw."""
+        """Those of a part's queries over further keys."""
         own = (self.m[part], self.total[part], self.weighted[part])
         m = torch.maximum(own[0], other.m)
-        shift = m.masked_fill(m == -math.inf, 0)  # a query that saw nothing yet
+        shift = m.masked_fill(m == -math.inf, 0)  # all keys so far were masked
         total, weighted = torch.zeros_like(m), torch.zeros_like(m)
         for one_m, one_total, one_weighted in (own, (other.m, other.total, other.weighted)):
             growth = (one_m - shift).clamp_(min=_NOTHING)
@@ -80,8 +80,3 @@ def within(outer: slice, inner: slice) -> slice:
 def counted_from(outer: slice, inner: slice) -> slice:
     """`inner`, which is counted from 0, as counted from where `outer` begins."""
     return slice(inner.start - outer.start, inner.stop - outer.start)
-
-
-def cut_from(x: Tensor, cut: Sequence[slice]) -> Tensor:
-    """A block of x, of which a dimension of 1 repeats itself."""
-    return x[tuple(slice(None) if size == 1 else one for size, one in zip(x.shape, cut, strict=True))]

@@ -6,20 +6,16 @@ Legend: B batch, H query heads, G key heads (H a multiple of G), R = H / G, K he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.measure import _kernels
-from locater.measure._blocks import cut_from
+from locater.hooks import Bias, Visibility
+from locater.measure._kernels import View
 
-__all__ = ["Bias", "Logits", "check_something_seen"]
-
-Bias: TypeAlias = Tensor | Callable[[slice, slice], Tensor]
+__all__ = ["Logits", "check_unmasked"]
 
 CPU_LOGITS, LOGITS = 1 << 20, 1 << 24  # in a block: smaller ones are no faster, and slow where cores are shared
 
@@ -30,9 +26,10 @@ class Logits:
 
     q: Tensor
     k: Tensor
-    view: _kernels.View
-    bias: Bias | None
-    own_keys: bool  # whether a query is the token at its place, not one of another sequence
+    visibility: Visibility
+    scale: float
+    softcap: float | None
+    slopes: Tensor | None  # (H,): a logit falls by slope · |distance|
 
     @classmethod
     def of(
@@ -40,26 +37,25 @@ class Logits:
         q: Tensor,
         k: Tensor,
         causal: bool,
-        scale: float | None,
-        key_mask: Tensor | None,
-        window: int | None,
-        softcap: float | None,
-        slopes: Tensor | None,
-        bias: Bias | None,
+        scale: float | None = None,
+        key_mask: Tensor | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        slopes: Tensor | None = None,
+        bias: Bias | None = None,
     ) -> Logits:
         _check_operands(q, k)
         (b, h, tq, width), tk = q.shape, k.shape[2]
-        aligned = causal or window is not None or slopes is not None
-        if aligned and tq > tk:
+        if tq > tk and (causal or window is not None or slopes is not None):
             raise LocaterError(
-                f"places aligned to the last key (causal, window, ALiBi) need at least as many keys ({tk}) "
+                f"positions aligned to the last key (causal, window, ALiBi) need at least as many keys ({tk}) "
                 f"as queries ({tq})"
             )
         scale = 1 / math.sqrt(width) if scale is None else float(scale)
         if not math.isfinite(scale):
             raise LocaterError(f"scale must be finite, got {scale}")
         if window is not None and window < 1:
-            raise LocaterError(f"window must be 1 or more, a query's own place being the first, got {window}")
+            raise LocaterError(f"window must be 1 or more, a query's own position being the first, got {window}")
         if softcap is not None and not 0 < softcap < math.inf:
             raise LocaterError(f"softcap must be positive and finite, got {softcap}")
         _check_key_mask(key_mask, (b, tk), q.device)
@@ -67,9 +63,20 @@ class Logits:
             raise LocaterError(
                 f"alibi_slopes must be ({h},) on {q.device}, one a head, got {tuple(slopes.shape)} on {slopes.device}"
             )
-        left = None if window is None or window >= tk else window - 1
-        view = _kernels.View(scale, left, 0 if causal else left, key_mask, softcap, slopes)
-        return cls(q, k, view, bias, own_keys=aligned or tq == tk)
+        visibility = Visibility((b, h, tq, tk), q.device, causal, window, key_mask, bias)
+        return cls(q, k, visibility, scale, softcap, slopes)
+
+    @property
+    def view(self) -> View:
+        """What the kernel is given."""
+        masks = self.visibility
+        return View(self.scale, masks.left, masks.right, masks.key_mask, self.softcap, self.slopes)
+
+    @property
+    def own_keys(self) -> bool:
+        """Whether a query is the token at its position, and not one of another sequence."""
+        masks = self.visibility
+        return masks.causal or masks.window is not None or self.slopes is not None or masks.offset == 0
 
     @property
     def wide(self) -> torch.dtype:
@@ -96,56 +103,27 @@ class Logits:
         s = out[: math.prod(shape)].view(*left.shape[:2], shape[3])
         with torch.autocast(q.device.type, enabled=False):
             # half numbers are exact in TF32, should that be allowed, but not after scaling
-            return torch.baddbmm(s, left, keys.mT, beta=0, alpha=self.view.scale, out=s).view(shape)
+            return torch.baddbmm(s, left, keys.mT, beta=0, alpha=self.scale, out=s).view(shape)
 
     def finish_(
-        self, s: Tensor, place: Tensor, batch: slice, heads: slice, columns: slice, bias: Tensor | None
+        self, s: Tensor, positions: Tensor, batch: slice, heads: slice, columns: slice, bias: Tensor | None
     ) -> Tensor:
-        """Makes logits of products (b, h, n, c) of queries at `place` (b or 1, n), −∞ where bias or mask hide a key."""
-        view = self.view
-        if view.softcap is not None:
-            s.div_(view.softcap).tanh_().mul_(view.softcap)
-        if view.slopes is not None:
-            slopes, column = view.slopes[heads].to(s.dtype), torch.arange(columns.start, columns.stop, device=s.device)
-            s.addcmul_(slopes[:, None, None], (place[:, None, :, None] - column).abs().to(s.dtype), value=-1)
+        """Makes logits of products (b, h, n, c) of queries at `positions` (b or 1, n), masked by all but distance."""
+        key_mask = self.visibility.key_mask
+        if self.softcap is not None:
+            s.div_(self.softcap).tanh_().mul_(self.softcap)
+        if self.slopes is not None:
+            slopes, column = self.slopes[heads].to(s.dtype), torch.arange(columns.start, columns.stop, device=s.device)
+            s.addcmul_(slopes[:, None, None], (positions[:, None, :, None] - column).abs().to(s.dtype), value=-1)
         if bias is not None:
             s += bias
-        if view.key_mask is not None:
-            s.masked_fill_(~view.key_mask[batch, None, None, columns], -math.inf)
+        if key_mask is not None:
+            s.masked_fill_(~key_mask[batch, None, None, columns], -math.inf)
         return s
-
-    def hide_(self, s: Tensor, place: Tensor, columns: slice) -> None:
-        """−∞ where a key (b, h, n, c) is hidden by its distance from the query at `place` (b or 1, n)."""
-        column, place = torch.arange(columns.start, columns.stop, device=s.device), place[:, None, :, None]
-        if self.view.left is not None:
-            s.masked_fill_(column < place - self.view.left, -math.inf)
-        if self.view.right is not None:
-            s.masked_fill_(column > place + self.view.right, -math.inf)
 
     def heads(self, groups: slice) -> slice:
         per_group = self.q.shape[1] // self.k.shape[1]
         return slice(groups.start * per_group, groups.stop * per_group)
-
-    def bias_block(self, given: Bias, batch: slice, heads: slice, rows: slice, columns: slice) -> Tensor:
-        """A block of the bias, −∞ where it hides; a dimension of 1 where it repeats itself."""
-        (b, h, tq, _), tk = self.q.shape, self.k.shape[2]
-        shape, cut = (b, h, tq, tk), (batch, heads, rows, columns)
-        if not isinstance(given, Tensor):
-            given, shape = given(rows, columns), (b, h, rows.stop - rows.start, columns.stop - columns.start)
-            cut = (batch, heads, slice(None), slice(None))
-        try:
-            given.expand(shape)
-        except RuntimeError:
-            raise LocaterError(f"bias must expand to {shape}, got {tuple(given.shape)}") from None
-        if given.device != self.q.device or not (given.is_floating_point() or given.dtype == torch.bool):
-            raise LocaterError(
-                f"bias must be floating point or boolean, on {self.q.device}, got {given.dtype} on {given.device}"
-            )
-        given = given[(None,) * (4 - given.ndim)]
-        block = cut_from(given, cut)
-        if block.dtype == torch.bool:
-            return torch.zeros_like(block, dtype=self.wide).masked_fill_(~block, -math.inf)
-        return block.to(self.wide).masked_fill(block <= torch.finfo(block.dtype).min / 2, -math.inf)
 
 
 def _check_operands(q: Tensor, k: Tensor) -> None:
@@ -167,13 +145,14 @@ def _check_key_mask(key_mask: Tensor | None, shape: tuple[int, int], device: tor
         return
     if key_mask.shape != shape or key_mask.dtype != torch.bool or key_mask.device != device:
         raise LocaterError(
-            f"key_mask must be {shape} (batch, keys), boolean with True where a key is visible, on {device}, "
+            f"key_mask must be {shape} (batch, keys), boolean with False where a key is masked, on {device}, "
             f"got {tuple(key_mask.shape)} in {key_mask.dtype} on {key_mask.device}"
         )
-    check_something_seen(key_mask.any(1), "key_mask")
+    check_unmasked(key_mask.any(1), "key_mask")
 
 
-def check_something_seen(seen: Tensor, names: str) -> None:
-    if not seen.all():
-        number = int((~seen).nonzero()[0])
-        raise LocaterError(f"nothing to measure in sequence {number} of the batch: all its keys are hidden by {names}")
+def check_unmasked(unmasked: Tensor, names: str) -> None:
+    """That each sequence (B,) has an unmasked key."""
+    if not unmasked.all():
+        number = int((~unmasked).nonzero()[0])
+        raise LocaterError(f"nothing to measure in sequence {number} of the batch: all its keys are masked by {names}")

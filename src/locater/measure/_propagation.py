@@ -6,6 +6,7 @@ Legend as in `_logits`; n chosen queries.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -13,22 +14,23 @@ from torch import Tensor
 from locater.measure._blocks import slices
 from locater.measure._logits import Logits
 
-__all__ = ["last_propagation", "signal_propagation"]
+__all__ = ["last_propagation", "on_slope", "signal_propagation"]
 
 
 def last_propagation(logits: Logits) -> Tensor:
     """ρ (H, Tk) of each sequence's last query.
 
-    Where nothing is hidden from it there is nothing to count: a dozen small launches on a GPU, made while the
-    kernel still runs, where the general way takes four times as many and waits for the kernel to end.
+    Where no key is masked for it there is nothing to count: a dozen small launches on a GPU, made while the kernel
+    still runs, where the general way takes four times as many and waits for the kernel to end.
     """
-    if logits.bias is not None or logits.view.key_mask is not None or logits.view.left is not None:
+    masks = logits.visibility
+    if masks.bias is not None or masks.key_mask is not None or masks.left is not None:
         return signal_propagation(logits, torch.tensor([-1]))[:, 0]
-    (b, h, _, _), tk = logits.q.shape, logits.k.shape[2]
+    b, h, _, tk = masks.shape
     inside = torch.zeros(h, tk, dtype=logits.result, device=logits.q.device)
-    place, everywhere = torch.full((1, 1), tk - 1, device=logits.q.device), (slice(0, h), slice(0, tk))
+    last, everywhere = torch.full((1, 1), tk - 1, device=logits.q.device), (slice(0, h), slice(0, tk))
     for batch in slices(0, b, max(1, logits.budget // (h * tk))):
-        s = logits.finish_(_last_products(logits, batch), place, batch, *everywhere, None)
+        s = logits.finish_(_last_products(logits, batch), last, batch, *everywhere, None)
         beyond = s - s.mean(-1, keepdim=True)  # Tk z − 1
         inside += ((beyond >= -1) & (beyond <= tk - 1)).sum(0)[:, 0]
     return inside / b
@@ -37,46 +39,58 @@ def last_propagation(logits: Logits) -> Tensor:
 def _last_products(logits: Logits, batch: slice) -> Tensor:
     """Scaled products (b, H, 1, Tk) of the last query with all keys."""
     q, k = logits.q[batch, :, -1:], logits.k[batch]
-    (b, h, _, width), (_, g, tk, _) = q.shape, k.shape
     if q.is_cuda and q.dtype == k.dtype and logits.wide == torch.float32:
+        (b, h, _, width), (_, g, tk, _) = q.shape, k.shape
         left = q.reshape(b * g, h // g, width)  # half numbers, whose products float32 holds exactly
         s = torch.bmm(left, k.flatten(0, 1).mT, out_dtype=torch.float32)
-        return s.mul_(logits.view.scale).view(b, h, 1, tk)
-    s = q.new_empty(b, h, 1, tk, dtype=logits.wide)
-    step = min(tk, max(1, logits.budget // (b * g * width)))
-    buffer = s.new_empty(b * h * step)
-    for columns in slices(0, tk, step):
-        s[..., columns] = logits.products(buffer, q, k[:, :, columns].to(logits.wide))
-    return s
+        return s.mul_(logits.scale).view(b, h, 1, tk)
+    return torch.cat([s for _, s in _products(logits, q, k)], -1)
+
+
+def _products(logits: Logits, q: Tensor, k: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Scaled products of q (b, H, n, K) with some keys of k (b, G, Tk, K) at a time."""
+    b, g, tk, width = k.shape
+    for columns in slices(0, tk, max(1, logits.budget // (b * g * width))):
+        out = q.new_empty(q[..., 0].numel() * (columns.stop - columns.start), dtype=logits.wide)
+        yield columns, logits.products(out, q, k[:, :, columns].to(logits.wide))
 
 
 def signal_propagation(logits: Logits, queries: Tensor) -> Tensor:
     """ρ (H, n, Tk)."""
-    (b, h, _, _), tk, n = logits.q.shape, logits.k.shape[2], len(queries)
+    (b, h, _, tk), n = logits.visibility.shape, len(queries)
     index, counts = _chosen(logits, queries.to(logits.q.device, non_blocking=True))
     inside = torch.zeros(h, n, tk, dtype=logits.result, device=logits.q.device)
-    seeing = torch.zeros_like(inside)
+    attending = torch.zeros_like(inside)
     fit = max(1, logits.budget // (h * tk))
     for rows in slices(0, n, fit):
         for batch in slices(0, b, max(1, fit // n)):
-            s = _chosen_logits(logits, index[batch, rows], batch)
-            seen = (s != -math.inf) & counts[batch, None, rows, None]
-            tokens = seen.sum(-1, keepdim=True)
-            beyond = s - s.masked_fill(~seen, 0).sum(-1, keepdim=True) / tokens  # T z − 1
-            inside[:, rows] += ((beyond >= -1) & (beyond <= tokens - 1) & seen).sum(0)
-            seeing[:, rows] += seen.sum(0)
-    return inside / seeing
+            found, unmasked = on_slope(logits, index[batch, rows], counts[batch, rows], batch)
+            inside[:, rows] += found.sum(0)
+            attending[:, rows] += unmasked.sum(0)
+    return inside / attending
+
+
+def on_slope(logits: Logits, index: Tensor, counts: Tensor, batch: slice) -> tuple[Tensor, Tensor]:
+    """Where z is in [0, 1] for queries `index` (b, n) of each sequence, and where keys are unmasked: (b, H, n, Tk).
+
+    All keys of a query that does not count are taken for masked.
+    """
+    s = _chosen_logits(logits, index, batch)
+    unmasked = (s != -math.inf) & counts[:, None, :, None]
+    tokens = unmasked.sum(-1, keepdim=True)
+    beyond = s - s.masked_fill(~unmasked, 0).sum(-1, keepdim=True) / tokens  # T z − 1
+    return (beyond >= -1) & (beyond <= tokens - 1) & unmasked, unmasked
 
 
 def _chosen(logits: Logits, queries: Tensor) -> tuple[Tensor, Tensor]:
     """Rows (B, n) of the queries in each sequence, and whether they count."""
-    (b, _, tq, _), tk = logits.q.shape, logits.k.shape[2]
-    mask = logits.view.key_mask
+    b, _, tq, _ = logits.visibility.shape
+    mask = logits.visibility.key_mask
     if mask is None or not logits.own_keys:
         tokens = torch.ones(b, tq, dtype=torch.bool, device=queries.device)
     else:
-        tokens = mask[:, tk - tq :]
-    end = tq - tokens.flip(1).int().argmax(1, keepdim=True)  # after each sequence's last visible token
+        tokens = mask[:, logits.visibility.offset :]
+    end = tq - tokens.flip(1).int().argmax(1, keepdim=True)  # after each sequence's last unmasked token
     index = torch.where(queries < 0, queries + end, queries)
     counts = (index >= 0) & tokens.gather(1, index.clamp(min=0))
     return index.clamp_(min=0), counts
@@ -84,20 +98,16 @@ def _chosen(logits: Logits, queries: Tensor) -> tuple[Tensor, Tensor]:
 
 def _chosen_logits(logits: Logits, index: Tensor, batch: slice) -> Tensor:
     """Logits (b, H, n, Tk) of queries that may be others in each sequence."""
-    (_, h, tq, width), (_, g, tk, _) = logits.q.shape, logits.k.shape
+    masks, heads = logits.visibility, slice(0, logits.q.shape[1])
     q = torch.take_along_dim(logits.q[batch], index[:, None, :, None], 2)
-    s = torch.empty(*q.shape[:3], tk, dtype=logits.wide, device=q.device)
-    step = min(tk, max(1, logits.budget // (len(index) * g * width)))
-    buffer = s.new_empty(q[..., 0].numel() * step)
-    for columns in slices(0, tk, step):
+    positions, blocks = index + masks.offset, []
+    for columns, s in _products(logits, q, logits.k[batch]):
         bias = None
-        if logits.bias is not None:
+        if masks.bias is not None:
             bias = s.new_zeros(())
             for row in index.unique().tolist():
-                block = logits.bias_block(logits.bias, batch, slice(0, h), slice(row, row + 1), columns)
+                block = masks.bias_block(slice(row, row + 1), columns, s.dtype, batch)
                 bias = torch.where((index == row)[:, None, :, None], block, bias)
-        products = logits.products(buffer, q, logits.k[batch, :, columns].to(logits.wide))
-        place = index + (tk - tq)
-        s[..., columns] = logits.finish_(products, place, batch, slice(0, h), columns, bias)
-        logits.hide_(s[..., columns], place, columns)
-    return s
+        s = logits.finish_(s, positions, batch, heads, columns, bias)
+        blocks.append(s.masked_fill_(masks.distant(positions, columns), -math.inf))
+    return torch.cat(blocks, -1)

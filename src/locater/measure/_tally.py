@@ -29,12 +29,12 @@ class HeadTally:
     def __init__(self) -> None:
         self.queries: Tensor | None = None  # how many
         self._entropy: Tensor
-        self._share: Tensor  # of entropy / ln(keys seen)
+        self._share: Tensor  # of entropy / ln(unmasked keys)
         self._chosen: Tensor  # how many queries had two keys or more, and so a share
         self._logsumexp: Tensor
         self._max_logit: Tensor
         self._inside: dict[int, Tensor] = {}  # by query (H, Tk): sequences with z in [0, 1]
-        self._seeing: dict[int, Tensor] = {}
+        self._unmasked: dict[int, Tensor] = {}  # and for how many the key was unmasked
 
     # Sums are made anew each time: those made in inference mode cannot be changed outside of it.
 
@@ -44,10 +44,10 @@ class HeadTally:
         if found is None:
             return
         s = self._statistics(found)
-        counts = s.logsumexp != -math.inf  # a query that sees a key; what is not a number shows in the sums
+        counts = s.logsumexp != -math.inf  # some key is unmasked; what is not a number shows in the sums
         if found.real is not None:
             counts &= found.real[:, None]
-        keys = _calls.visible_keys(found).expand_as(counts)
+        keys = found.visibility.unmasked_keys().expand_as(counts)
         has_share = counts & (keys > 1)
         share = s.entropy / keys.clamp(min=2).to(s.entropy.dtype).log()
         old, members = self.queries is not None, (found.members, -1)
@@ -63,10 +63,10 @@ class HeadTally:
         top = torch.where(counts, s.max_logit, -math.inf).amax(2).unflatten(0, members).amax(1).flatten()
         self._max_logit = torch.maximum(_moved(self._max_logit, top), top) if old else top
         for query in queries:
-            z = _calls.signal_propagation(found, query).unflatten(0, members)
-            z = z.transpose(0, 1).flatten(1, 2)  # (B, E·H, Tk)
-            self._inside[query] = _padded_sum(self._inside.get(query), z.nan_to_num(0).sum(0))
-            self._seeing[query] = _padded_sum(self._seeing.get(query), (~z.isnan()).to(z.dtype).sum(0))
+            parts = _calls.signal_propagation(found, query)
+            for sums, part in zip((self._inside, self._unmasked), parts, strict=True):
+                total = part.unflatten(0, members).sum(1, dtype=s.entropy.dtype).flatten(0, 1)  # (E·H, Tk)
+                sums[query] = _padded_sum(sums.get(query), total)
 
     def _statistics(self, call: Call) -> AttentionStatistics:
         return _calls.statistics(call)
@@ -84,7 +84,7 @@ class HeadTally:
 
     def rho(self, query: int) -> Tensor:
         """(H, Tk)."""
-        return self._inside[query] / self._seeing[query]
+        return self._inside[query] / self._unmasked[query]
 
 
 def _padded_sum(a: Tensor | None, b: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
+from locater.hooks import Bias
 from locater.measure import _propagation
-from locater.measure._logits import Bias, Logits, check_something_seen
+from locater.measure._logits import Logits, check_unmasked
 from locater.measure._rows import row_statistics
 
 __all__ = ["AttentionStatistics", "Bias", "attention_statistics", "signal_propagation"]
@@ -67,7 +68,7 @@ def attention_statistics(
     if bias is not None or (key_mask is not None and window is not None):
         given = {"key_mask": key_mask, "window": window, "bias": bias}
         names = " and ".join(name for name, value in given.items() if value is not None)
-        check_something_seen((top != -math.inf).flatten(1).any(1), names)
+        check_unmasked((top != -math.inf).flatten(1).any(1), names)
     # rounding may carry equal logits beyond what they can have
     return AttentionStatistics(entropy.clamp_(0, math.log(k.shape[2])), top, lse, _propagation.last_propagation(logits))
 
