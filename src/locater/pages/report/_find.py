@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from locater.errors import LocaterError, reason
-from locater.io import parse_json, parse_json_lines, read_file, read_json, unpacked
+from locater.io import parse_json, parse_json_lines, read_file, unpacked
+from locater.lab.config import FREE_TO_COMPARE, fingerprint
+from locater.lab.runs.records import read_run
 from locater.models import Scan
 
 __all__ = ["Found", "collect", "metrics_lines", "read_lines"]
@@ -108,11 +109,8 @@ def _alike(runs: Sequence[Path]) -> list[list[Path]]:
     groups: dict[str, list[Path]] = {}
     for run in runs:
         try:
-            config = dict(read_json(run / "run.json")["config"])
-            for free in ("steps", "record_every", "record_early", "checkpoint_every", "deterministic"):
-                config.pop(free, None)
-            key = json.dumps(config, sort_keys=True)
-        except (ValueError, KeyError, TypeError):
+            key = fingerprint(read_run(run).config.without(FREE_TO_COMPARE))
+        except LocaterError:
             key = str(run)  # on its own, where reading it says what is wrong
         groups.setdefault(key, []).append(run)
     return list(groups.values())
