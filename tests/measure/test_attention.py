@@ -131,6 +131,15 @@ def test_the_order_of_keys_does_not_matter_without_places(problem, random):
     check_rho(plain.rho[:, order], s, [q.shape[2] - 1] * len(q), z_may_round)
 
 
+@given(problems())
+def test_without_rho_all_else_is_the_same_to_the_bit(problem):
+    q, k, options = problem
+    found, expected = attention_statistics(q, k, rho=False, **options), attention_statistics(q, k, **options)
+    assert found.rho is None
+    assert expected.rho is not None
+    same(found[:3], expected[:3])
+
+
 def test_entropy_is_scipys():
     generator = torch.Generator().manual_seed(2)
     q, k = (3 * torch.randn(1, 2, 50, 8, dtype=torch.float64, generator=generator) for _ in range(2))

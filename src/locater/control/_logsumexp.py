@@ -34,7 +34,7 @@ def logsumexp(call: Call) -> Tensor:
 class _LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, call: Call) -> Tensor:
-        lse = attention_statistics(call.q, call.k, **call.options()).logsumexp
+        lse = attention_statistics(call.q, call.k, rho=False, **call.options()).logsumexp
         ctx.save_for_backward(q, k, lse)
         # what is saved is not kept a second time
         ctx.call = replace(call, q=q.new_empty(0), k=k.new_empty(0))

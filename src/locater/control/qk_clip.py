@@ -124,7 +124,7 @@ class _Heads:
     @torch.no_grad()
     def add(self, intercepted: Intercepted) -> None:
         for call in _products(intercepted, self.attention):
-            statistics = attention_statistics(call.q, call.k, **call.options())
+            statistics = attention_statistics(call.q, call.k, rho=False, **call.options())
             top = statistics.max_logit  # (B, H, Tq)
             if call.real is not None:
                 top = top.masked_fill(~call.real[:, None], -math.inf)

@@ -17,7 +17,7 @@ __all__ = ["signal_propagation", "statistics"]
 
 
 def statistics(call: Call) -> attention.AttentionStatistics:
-    return attention.attention_statistics(call.q, call.k, **call.options())
+    return attention.attention_statistics(call.q, call.k, rho=False, **call.options())
 
 
 def signal_propagation(call: Call, query: int) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ class AttentionStatistics(NamedTuple):
     entropy: Tensor  # (B, H, Tq), nats, of each query's attention
     max_logit: Tensor  # (B, H, Tq)
     logsumexp: Tensor  # (B, H, Tq)
-    rho: Tensor  # (H, Tk): the share of the batch with z in [0, 1], for the last query
+    rho: Tensor | None  # (H, Tk): the share of the batch with z in [0, 1], for the last query
 
 
 @torch.no_grad()
@@ -44,22 +44,24 @@ def attention_statistics(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Bias | None = None,
+    rho: bool = True,
 ) -> AttentionStatistics:
-    """Statistics of the softmax over each query's visible keys, of q (B, H, Tq, K) and k (B, G, Tk, K).
+    """Statistics of the softmax over each query's unmasked keys, of q (B, H, Tq, K) and k (B, G, Tk, K).
 
     A logit is s = scale · q·k, with scale 1/√K unless given; softcap · tanh(s / softcap) if a `softcap` is; less
-    slope · |distance| with `alibi_slopes` (H,); plus `bias`. Distances are between aligned places: the last query is at
-    the last key, so that queries may be the last ones of longer keys (a cache).
+    slope · |distance| with `alibi_slopes` (H,); plus `bias`. Distances are between aligned positions: the last query is
+    at the last key, so that queries may be the last ones of longer keys (a cache).
 
-    Which keys a query sees: with `causal` none after its own place; with a `window` only those less than `window`
-    places away; never those where `key_mask` (B, Tk) is False (padding). `bias` is a tensor that expands to
-    (B, H, Tq, Tk), or a function that takes two slices, of queries and of keys, and gives that block, so that T × T
-    need not exist. Where it is −∞, or the lowest number of its dtype, or False if it is boolean, the key is hidden.
+    Masked keys: with `causal` those after a query's own position; with a `window` those `window` or more positions
+    away; those where `key_mask` (B, Tk) is False (padding). `bias` is a tensor that expands to (B, H, Tq, Tk), or a
+    function that takes two slices, of queries and of keys, and gives that block, so that T × T need not exist. Where it
+    is −∞, or the lowest number of its dtype, or False if it is boolean, the key is masked.
 
-    A query that sees no key has entropy 0, max_logit and logsumexp −∞. A padded query is measured like any other; drop
-    it by `key_mask`.
+    A query whose keys are all masked has entropy 0, max_logit and logsumexp −∞. A padded query is measured like any
+    other; drop it by `key_mask`.
 
-    rho is `signal_propagation` for one query of each sequence, its last, or the last that `key_mask` does not hide.
+    rho is `signal_propagation` for one query of each sequence, its last, or the last that `key_mask` does not mask;
+    None, and not computed, with `rho=False`.
 
     Results are float64 for float64 inputs, else float32. Inputs and their autograd graph are left alone.
     """
@@ -69,8 +71,8 @@ def attention_statistics(
         given = {"key_mask": key_mask, "window": window, "bias": bias}
         names = " and ".join(name for name, value in given.items() if value is not None)
         check_unmasked((top != -math.inf).flatten(1).any(1), names)
-    # rounding may carry equal logits beyond what they can have
-    return AttentionStatistics(entropy.clamp_(0, math.log(k.shape[2])), top, lse, _propagation.last_propagation(logits))
+    entropy.clamp_(0, math.log(k.shape[2]))  # rounding may carry equal logits beyond what they can have
+    return AttentionStatistics(entropy, top, lse, _propagation.last_propagation(logits) if rho else None)
 
 
 @torch.no_grad()
@@ -89,12 +91,12 @@ def signal_propagation(
 ) -> Tensor:
     """Measured ρ (H, queries, Tk): the share of the batch where key i has z_i in [0, 1] for the chosen queries.
 
-    z is the piecewise linear softmax of Definition 1: z_i = 1/T + (s_i − mean s)/T over the T keys that the query sees.
+    z is the piecewise linear softmax of Definition 1: z_i = 1/T + (s_i − mean s)/T over the query's T unmasked keys.
     Softmax itself can look elsewhere.
-    A sequence counts for a key if the query sees it; where none of the batch does, ρ is NaN.
+    A sequence counts for a key that is unmasked for its query; where none of the batch does, ρ is NaN.
 
-    Queries are rows of q; negative ones count back from each sequence's last visible token: -1 is the last that
-    `key_mask` does not hide. A sequence whose query is padding, or before its start, does not count. In cross-attention
+    Queries are rows of q; negative ones count back from each sequence's last unmasked token: -1 is the last that
+    `key_mask` does not mask. A sequence whose query is padding, or before its start, does not count. In cross-attention
     (neither aligned nor of one length) queries have no keys of their own, and none is padding. Other options are those
     of `attention_statistics`.
     """
