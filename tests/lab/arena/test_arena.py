@@ -347,36 +347,38 @@ def test_the_figures_data_is_json_whatever_broke(lines, tmp_path):
 # ---------------------------------------------------------------------- what was run
 
 
-CELLS = {  # of a table in the docs, by the head of its column; "tuned: …" is the same at the best strength
-    "strength": lambda row: f"{row.strength:g}" if row.strength else "",
+CELLS = {  # of the table in the docs, by the quantity of its column
+    "strength": lambda row: f"{row.strength:g}" if row.strength else "–",
     "loss": lambda row: f"{row.loss:.3f}",
     "area": lambda row: f"{row.area:.3f}",
     "trains to": lambda row: f"{row.trains_to:g}",
-    "holds to": lambda row: f"{row.holds_to:g}",
     "largest logit": lambda row: f"{row.max_logit:.0f}",
-    "lowest entropy": lambda row: f"{row.entropy:.2f}",
-    "rank residual": lambda row: f"{row.rank_residual:.2f}",
-    "ms": lambda row: f"{row.milliseconds:.3f}",
     "× none": lambda row: f"{row.relative:.2f}",
-    "MB": lambda row: f"{row.bytes / 1e6:.0f}",
 }
 
 
-@pytest.mark.parametrize("name", ["pre", "long", "words", "post", "rotary", "laptop", "laptop-rotary", "mid-rotary"])
-def test_the_tables_in_the_docs_are_those_of_the_results(name):
-    models = read_arena(ROOT / "results" / f"arena-{name}")
-    per = 1.0 if name == "words" else math.log(2)  # nats a word, bits a byte
-    models = models.assign(loss=models.loss / per)
-    default, best = (summary(models, which).set_index("label") for which in ("default", "best"))
+def test_the_table_in_the_docs_is_that_of_the_results():
+    """Columns are named ARENA: QUANTITY; the strength is that of all arenas, and a dash is what was not run."""
     text = (ROOT / "docs" / "arena.md").read_text()
-    (section,) = (part for part in text.split("\n## ") if f"results/arena-{name})" in part)
-    table = section[section.index("\n| | ") :].split("\n\n")[0].strip().splitlines()
-    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
-    assert sorted(row[0] for row in rows) == sorted(default.index)
-    for label, *cells in rows:
-        for column, cell in zip(head[1:], cells, strict=True):
-            of = best if column.startswith("tuned: ") else default
-            assert cell == CELLS[column.removeprefix("tuned: ")](of.loc[label]), (label, column)
+    lines = text[text.index("\n| | ") :].split("\n\n")[0].strip().splitlines()
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    tables = {name: table_of(name) for name in {column.partition(": ")[0] for column in head if ": " in column}}
+    assert set(tables) == {"pre", "long", "words", "post", "rotary"}
+    labels = [row[0].removesuffix(" †") for row in rows]
+    assert labels == list(tables["pre"].index)
+    for label, row in zip(labels, rows, strict=True):
+        cells = dict(zip(head[1:], row[1:], strict=True))
+        assert cells.pop("at inference") in ("–", CONTENDERS[tables["pre"].loc[label].contender].at_inference)
+        for column, cell in cells.items():
+            arena, _, quantity = column.rpartition(": ")
+            table = tables[arena or "pre"]
+            assert cell == (CELLS[quantity](table.loc[label]) if label in table.index else "–"), (label, column)
+
+
+def table_of(name):
+    """The summary of an arena's results, by label; in nats a word, or bits a byte."""
+    models = read_arena(ROOT / "results" / f"arena-{name}")
+    return summary(models.assign(loss=models.loss / (1.0 if name == "words" else math.log(2)))).set_index("label")
 
 
 # ---------------------------------------------------------------------- the command
