@@ -1,8 +1,12 @@
-"""What LocAteR costs: its closed form beside dense autograd, and beside a training step.
+"""What LocAteR costs: its closed form beside dense autograd and a training step, its decoupled form beside AdamW.
 
 On a GPU: 12 layers × 12 heads of 64 × 768 (GPT-2 small, a step at 32 × 1,024 tokens) and 32 × 32 heads of 128 × 4096
 (Llama-7B's shape, float32 weights, TF32 products), with extra memory and the ratio to the memory traffic it cannot
-avoid. On a CPU: the first, against dense autograd.
+avoid. The decoupled step is timed on Hugging Face's GPT-2 small, and on the attention of Llama 16 × 1024 and of
+Llama-8B's shape, beside AdamW's own (fused), and in the lab's stack of the same shape. On a CPU: the first, against
+dense autograd.
+
+    python benchmarks/locater_cost.py [--only gradient|decoupled]
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from torch import nn
 
 from _cuda import extra_memory
 from locater import LocAteR
+from locater.control import DecoupledLocAteR
 
 
 class Projections(nn.Module):
@@ -139,13 +144,84 @@ def llama_step(tokens: int) -> None:
     )
 
 
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config())
+
+
+def llama_attention(layers: int, width: int, heads: int, key_heads: int) -> nn.Module:
+    """The attention of a Llama, and the norms before it."""
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=key_heads,
+        intermediate_size=8, vocab_size=8,
+    )  # fmt: skip
+    return LlamaModel(config)
+
+
+def decoupled(name: str, model: nn.Module, device: str, repeats: int) -> float:
+    """Beyond AdamW's step alone, both in one run."""
+    for parameter in model.parameters():
+        parameter.grad = 1e-6 * torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    plain = milliseconds(optimizer.step, device, repeats)
+    reg = DecoupledLocAteR(model).attach(optimizer)
+    attached = milliseconds(optimizer.step, device, repeats)
+    reg.detach()
+    line = f"{name}: AdamW {plain:.2f} ms, with DecoupledLocAteR {attached:.2f} ms, beyond it {attached - plain:.2f} ms"
+    if device == "cuda":
+        weights = sum(4 * p.weight.numel() for one in reg.attentions for p in (one.query, one.key))
+        limit = 1e3 * 3 * weights / bandwidth()  # read for the Gram matrices, read for the products, written
+        line += f", {(attached - plain) / limit:.1f} times the {limit:.2f} ms of its traffic"
+    print(line, flush=True)
+    return attached - plain
+
+
+def decoupled_in_the_lab(name: str, layers: int, width: int, heads: int, device: str, repeats: int) -> float:
+    """The same rule on a stack of one model."""
+    from locater.lab import ModelConfig
+    from locater.lab.engine.methods import METHODS
+    from locater.lab.engine.model import body_shapes
+
+    config = ModelConfig(width=width, ffn=4, layers=layers, heads=heads, norm="pre", method="locater-auto")
+    shapes = body_shapes(config)
+    sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+    flat = torch.randn(1, sum(sizes), device=device) / width**0.5
+    values = {name: part.unflatten(1, shapes[name]) for name, part in zip(shapes, flat.split(sizes, 1), strict=True)}
+    method = METHODS["locater-auto"](config, torch.full((1,), 3.0, device=device))
+    method.start(values)
+    rate, factor = torch.full((1,), 1e-4, device=device), torch.ones((), device=device)
+    took = milliseconds(lambda: method.after_update(values, rate, factor), device, repeats)
+    print(f"{name}, as the lab's stack makes it: {took:.2f} ms", flush=True)
+    return took
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    device = parser.parse_args().device
+    parser.add_argument("--only", choices=["gradient", "decoupled"])
+    given = parser.parse_args()
+    device = given.device
     torch.manual_seed(0)
     if device == "cuda":
         print(torch.cuda.get_device_name(), torch.__version__)
+    if given.only != "decoupled":
+        gradient(device)
+    if given.only != "gradient":
+        repeats = 30 if device == "cuda" else 5
+        small = decoupled("GPT-2 small", gpt2().to(device), device, repeats)
+        twin = decoupled_in_the_lab("12 × 12 heads of 64 × 768", 12, 768, 12, device, repeats)
+        print(f"a model's host takes {small / twin:.1f} times the lab's")
+        if device == "cuda":
+            for name, shape in {"Llama 16 × 1024": (16, 1024, 16, 4), "Llama 32 × 4096": (32, 4096, 32, 8)}.items():
+                with torch.device(device):
+                    model = llama_attention(*shape)
+                decoupled(f"{name}, {shape[2]}:{shape[3]} heads", model, device, 10)
+
+
+def gradient(device: str) -> None:
     small = report("12 × 12 heads of 64 × 768, float32", (12, 12, 64, 768), device, 50 if device == "cuda" else 10)
     if device == "cuda":
         step = gpt2_step(32, 1024)

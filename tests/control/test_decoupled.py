@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
+from rotations import all_rotations, largest_product
 from torch import nn
-from turns import all_turns, largest_product
 from zoo import FAMILIES, build
 
 from locater import QK, LocaterError
@@ -44,7 +44,7 @@ def test_a_small_step_is_the_gradient_of_the_penalty_for_every_family(family):
         qk, rope = attention.qk(), attention.rope
         scale = qk.dense().square().sum()
         if rope is not None:
-            turned = qk.w_q.mT @ all_turns(rope, qk.w_k)  # (N, …)
+            turned = qk.w_q.mT @ all_rotations(rope, qk.w_k)  # (N, …)
             scale = (scale + turned.square().sum() / len(turned)) / 2
         total = total + scale + (qk.dense().diagonal(dim1=-2, dim2=-1).sum(-1) - 1.5).square().sum()
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -77,7 +77,7 @@ class Twin(nn.Module):
             if hasattr(attention, "locater_qk_norm"):
                 gains = attention.locater_qk_norm
                 found |= {f"layers.{i}.q_gain": [gains.query], f"layers.{i}.k_gain": [gains.key]}
-        last = self.decoder.final_layer_norm if sines else self.decoder.final_layer_norm
+        last = self.decoder.final_layer_norm
         return found | {"norm.weight": [last.weight], "norm.bias": [last.bias]}
 
     def parameter(self, name: str) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from turns import all_turns, largest_product, pairs_of
+from rotations import all_rotations, largest_product, pairs_of
 
 from locater.models import Rope
 
@@ -31,7 +31,7 @@ def grams(width, seed=0):
 def test_the_mean_over_turns_is_that_of_turns(kind):
     rope, width = ROPES[kind]
     gram = grams(width)[0]
-    turns = all_turns(rope, torch.eye(width, dtype=torch.float64))[:, None]
+    turns = all_rotations(rope, torch.eye(width, dtype=torch.float64))[:, None]
     torch.testing.assert_close(rope.mean_gram(gram), (turns @ gram @ turns.mT).mean(0))
 
 
@@ -41,7 +41,7 @@ def test_no_turn_makes_a_scale_larger_than_the_largest(kind, seed, angles):
     rope, width = ROPES[kind]
     gram_q, gram_k = grams(width, seed)
     angles = torch.tensor(angles[: rope.pairs], dtype=torch.float64)
-    turn = replace(rope, frequencies=angles).turn_rows(torch.eye(width, dtype=torch.float64), 1.0)
+    turn = replace(rope, frequencies=angles).rotate_rows(torch.eye(width, dtype=torch.float64), 1.0)
     most = rope.largest_product(gram_q, gram_k)
     assert ((gram_q * (turn @ gram_k @ turn.mT)).sum((-2, -1)) <= most * (1 + 1e-12)).all()
     torch.testing.assert_close(most, largest_product(rope, gram_q, gram_k))
@@ -56,7 +56,7 @@ def test_what_all_tokens_have_in_common_can_be_turned_to_the_largest(kind):
     angle = [
         math.atan2(q[j], q[i]) - math.atan2(k[j], k[i]) for i, j in pairs_of(rope)
     ]  # fmt: skip
-    turned = replace(rope, frequencies=torch.tensor(angle).double()).turn_rows(k[:, None], 1.0)[:, 0]
+    turned = replace(rope, frequencies=torch.tensor(angle).double()).rotate_rows(k[:, None], 1.0)[:, 0]
     most = rope.largest_product(torch.outer(q, q), torch.outer(k, k))
     assert float(most) == pytest.approx(float((q @ turned) ** 2))
     assert float(most) == pytest.approx(float(sum(q[p].norm() * k[p].norm() for p in pairs_of(rope)) ** 2))

@@ -25,7 +25,7 @@ from locater.control._groups import Groups
 from locater.control._numbers import checked_number, checked_strength
 from locater.control._parameters import HeldBy, gathered_attention
 from locater.control.apply import LocAteRForm, Regulariser, Schedule, around_step
-from locater.control.rules.locater import penalty
+from locater.control.rules.locater import paper_strengths, penalty
 from locater.errors import LocaterError
 
 __all__ = ["LocAteR", "LocAteRMethod"]
@@ -85,14 +85,9 @@ class LocAteR(Regulariser):
         """
         if isinstance(tokens_per_batch, bool) or not isinstance(tokens_per_batch, int) or tokens_per_batch < 1:
             raise LocaterError(f"tokens_per_batch must be a positive whole number, got {tokens_per_batch!r:.80}")
-        kappa_1, kappa_2 = checked_strength("kappa_1", kappa_1), checked_strength("kappa_2", kappa_2)
-        return cls(
-            model,
-            scale_strength=kappa_2 / tokens_per_batch,
-            mean_strength=kappa_1 / tokens_per_batch,
-            target=1.0,
-            schedule=schedule,
-        )
+        kappas = checked_strength("kappa_1", kappa_1), checked_strength("kappa_2", kappa_2)
+        scale, mean = paper_strengths(*kappas, tokens_per_batch)
+        return cls(model, scale_strength=scale, mean_strength=mean, schedule=schedule)
 
     # ------------------------------------------------------------------ the penalty and its gradient
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from locater.control.rules.locater import READINGS, paper_strengths
 from locater.errors import LocaterError
 
 __all__ = [
@@ -26,7 +27,6 @@ __all__ = [
     "check_whole",
     "fingerprint",
     "members_for",
-    "paper_strengths",
     "parsed",
     "preset",
 ]
@@ -232,28 +232,8 @@ class Member:
         return asdict(self)
 
 
-READINGS: dict[str, tuple[str, str]] = {
-    "figures": ("trace", "sum"),
-    "trace-mean": ("trace", "mean"),
-    "scale-sum": ("scale", "sum"),
-    "printed": ("scale", "mean"),
-}
-"""Four readings of the paper's objective: what κ₁ stands before, and whether the loss is summed over the batch's tokens
-(as fairseq does; a penalty beside it then acts with κ/tokens) or averaged. The first is the one its figures show."""
-
-
 KAPPA_1 = 100.0
 PAPER_KAPPAS = (0.0, 1e-3, 1e-2, 1e-1, 1.0)  # κ₂ of the paper's figures, which have κ₁ = 100 throughout
-
-
-def paper_strengths(
-    kappa_1: float, kappa_2: float, tokens_per_batch: int, reading: str = "figures"
-) -> tuple[float, float]:
-    """On the scale and on (trace − target)², beside a loss that is averaged per token."""
-    first, reduction = READINGS[reading]
-    divisor = tokens_per_batch if reduction == "sum" else 1
-    scale, mean = (kappa_1, kappa_2) if first == "scale" else (kappa_2, kappa_1)
-    return scale / divisor, mean / divisor
 
 
 def members_for(

@@ -44,7 +44,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: coordinate pairs turn by position · frequency."""
+    """Rotary position embedding: coordinate pairs are rotated by position · frequency."""
 
     frequencies: Tensor  # (pairs,), float64
     interleaved: bool = False  # pairs (0, 1), (2, 3), … rather than (0, half), (1, half + 1), …
@@ -55,36 +55,36 @@ class Rope:
         return len(self.frequencies)
 
     def rotate(self, x: Tensor, position: Tensor) -> Tensor:
-        """x (..., T, K) turned to `position` (T,); coordinates beyond the rotary ones pass."""
-        return self.turn(x, *self.angles(position.to(x.device), x.dtype))
+        """x (..., T, K) rotated to `position` (T,); coordinates beyond the rotary ones pass."""
+        return self.rotate_by(x, *self.angles(position.to(x.device), x.dtype))
 
     def angles(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (T, pairs) with the gain in them, which `turn` takes for as many tensors as there are."""
+        """Cosines and sines (T, pairs) with the gain in them, which `rotate_by` takes for any number of tensors."""
         angle = position.to(torch.float64)[:, None] * self.frequencies.to(position.device)
         return self.gain * angle.cos().to(dtype), self.gain * angle.sin().to(dtype)
 
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate_by(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x (..., T, K) by these angles."""
         pairs = self.pairs
         rotary, passed = x[..., : 2 * pairs], x[..., 2 * pairs :]
         if self.interleaved:
             a, b = rotary[..., 0::2], rotary[..., 1::2]
-            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+            rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
         else:
             a, b = rotary[..., :pairs], rotary[..., pairs:]
-            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-        return torch.cat([turned, passed], -1)
+            rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        return torch.cat([rotated, passed], -1)
 
-    def turn_rows(self, weight: Tensor, offset: float) -> Tensor:
+    def rotate_rows(self, weight: Tensor, offset: float) -> Tensor:
         """R(offset) applied to the rows of a weight (..., K, D): the key as seen `offset` positions later."""
         position = torch.tensor([offset], dtype=torch.float64, device=weight.device)
         return self.rotate(weight.mT[..., None, :], position)[..., 0, :].mT
 
     def largest_product(self, gram_q: Tensor, gram_k: Tensor) -> Tensor:
-        """At least tr(gram_q R gram_k Rᵀ), (…) of (…, K, K), for rotations R that turn every pair by any angle.
+        """At least tr(gram_q R gram_k Rᵀ), (…) of (…, K, K), for rotations R of every pair by any angle.
 
-        Each block of one, between two pairs, meets the turned block of the other at best as if both pointed the same
-        way. Where all coordinates turn, and both have rank one or pairs are unrelated and isotropic, they can: there it
+        The product of a block of one, between two pairs, with the rotated block of the other is at most that of their
+        norms. Where all coordinates are rotary, and both have rank one or pairs are unrelated and isotropic, there it
         is the maximum. The gain is left out.
         """
         total = (gram_q * gram_k)[..., 2 * self.pairs :, 2 * self.pairs :].sum((-2, -1))
@@ -92,7 +92,7 @@ class Rope:
         return total + (norms_q[0] * norms_k[0]).sum((-2, -1)) + 2 * (norms_q[1] * norms_k[1]).sum(-1)
 
     def _block_norms(self, gram: Tensor) -> tuple[Tensor, Tensor]:
-        """Between two pairs (…, pairs, pairs), and between one and what does not turn (…, pairs)."""
+        """Between two pairs (…, pairs, pairs), and between one and the coordinates without rotation (…, pairs)."""
         squares = self._over_pairs(gram.square()[..., : 2 * self.pairs, :].mT).mT  # (…, pairs, K)
         return self._over_pairs(squares).sqrt(), squares[..., 2 * self.pairs :].sum(-1).sqrt()
 
@@ -103,7 +103,7 @@ class Rope:
         return x[..., : self.pairs] + x[..., self.pairs : 2 * self.pairs]
 
     def mean_gram(self, gram: Tensor) -> Tensor:
-        """The mean of R gram Rᵀ (..., K, K) over rotations R that turn every pair by an angle of its own, gain aside.
+        """The mean of R gram Rᵀ (..., K, K) over rotations R of every pair by an angle of its own, gain aside.
 
         What is left of a pair is half its trace, in both coordinates; of what relates it to others, nothing. The
         coordinates beyond the rotary ones keep what relates them to each other.
@@ -230,7 +230,7 @@ class Attention:
                 raise LocaterError(f"{self.module} has no norm before it to fold in")
             w_q, w_k = self.input_norm.fold(w_q), self.input_norm.fold(w_k)
         if self.rope is not None and offset != 0:
-            w_k = self.rope.turn_rows(w_k, offset)
+            w_k = self.rope.rotate_rows(w_k, offset)
         return QK(w_q, w_k)
 
     def qk_mean(self, offsets: int, *, fold_norm: bool = False) -> QK:
@@ -238,7 +238,7 @@ class Attention:
         qk = self.qk_at(0.0, fold_norm=fold_norm)
         if self.rope is None:
             return qk
-        w_k = torch.stack([self.rope.turn_rows(qk.w_k, -float(offset)) for offset in range(offsets)]).mean(0)
+        w_k = torch.stack([self.rope.rotate_rows(qk.w_k, -float(offset)) for offset in range(offsets)]).mean(0)
         return QK(qk.w_q, w_k)
 
     def project(

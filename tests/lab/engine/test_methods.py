@@ -10,8 +10,8 @@ import torch
 from corpora import batch_at, write_corpus
 from hypothesis import given
 from hypothesis import strategies as st
+from rotations import largest_product
 from torch.nn import functional
-from turns import largest_product
 
 from locater import QK, LocaterError
 from locater.control import penalty_gradient
@@ -58,7 +58,7 @@ def seen(stack, step=0):
     embedded = embed(stack.segments["embedding"].low, inputs)
     with torch.no_grad():
         hidden_states(
-            low, embedded, stack.config.model, see=lambda *x: found.append(x[3:]), method=stack.method.at_inference()
+            low, embedded, stack.config.model, probe=lambda *x: found.append(x[3:]), method=stack.method.at_inference()
         )
     return found[:-1]
 

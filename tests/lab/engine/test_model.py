@@ -128,7 +128,7 @@ def test_rotary_positions_turn_queries_and_keys_as_llama_does(corpus, method):
     found = []
     inputs = torch.arange(4, 10).repeat_interleave(8)[None]
     with torch.no_grad():
-        hidden_states(body, embed(table, inputs), model, see=lambda *x: found.append(x[3:]), method=stack.method)
+        hidden_states(body, embed(table, inputs), model, probe=lambda *x: found.append(x[3:]), method=stack.method)
     q, k = (x[0] for x in found[0])  # (B, H, T, K)
     rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=16, num_attention_heads=2))
     cos, sin = rotary(q, torch.arange(8)[None])

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from locater.qk import QK
 
-__all__ = ["GradientFactors", "joint_gradient", "penalty", "penalty_gradient"]
+__all__ = ["READINGS", "GradientFactors", "joint_gradient", "paper_strengths", "penalty", "penalty_gradient"]
+
+READINGS: dict[str, tuple[str, str]] = {
+    "figures": ("trace", "sum"),
+    "trace-mean": ("trace", "mean"),
+    "scale-sum": ("scale", "sum"),
+    "printed": ("scale", "mean"),
+}
+"""Four readings of the paper's objective: what κ₁ stands before, and whether the loss is summed over the batch's tokens
+(as fairseq does; a penalty beside it then acts with κ/tokens) or averaged. The first is the one its figures show."""
 
 
 def penalty(qk: QK, scale_strength: float | Tensor, mean_strength: float | Tensor, target: float | Tensor) -> Tensor:
@@ -53,3 +62,13 @@ def joint_gradient(w: Tensor, scale_strength: Tensor, mean_strength: Tensor, tar
     diagonal = gradient.diagonal(dim1=-2, dim2=-1)
     diagonal += (2 * mean_strength * (torch.einsum("...ii->...", w) - target))[..., None]
     return gradient
+
+
+def paper_strengths(
+    kappa_1: float, kappa_2: float, tokens_per_batch: int, reading: str = "figures"
+) -> tuple[float, float]:
+    """On the scale and on (trace − target)², beside a loss that is averaged per token."""
+    first, reduction = READINGS[reading]
+    divisor = tokens_per_batch if reduction == "sum" else 1
+    scale, mean = (kappa_1, kappa_2) if first == "scale" else (kappa_2, kappa_1)
+    return scale / divisor, mean / divisor

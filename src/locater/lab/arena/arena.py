@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from locater.control.rules.locater import paper_strengths
 from locater.errors import LocaterError
 from locater.lab.arena.cost import REFERENCE, Cost, read_costs, time_contenders, write_timing
 from locater.lab.arena.folder import check_groups, conditions, difference, discard_unfinished, entries_in
-from locater.lab.config import KAPPA_1, Config, Member, ModelConfig, paper_strengths
+from locater.lab.config import KAPPA_1, Config, Member, ModelConfig
 from locater.lab.data import Corpus, load_corpus
 from locater.lab.engine.methods import METHODS
 from locater.lab.engine.stack import check_sizes
@@ -69,8 +70,8 @@ CONTENDERS: dict[str, Contender] = {
     "locater-decoupled": Contender("LocAteR, decoupled", "locater-decoupled", (1.0, 0.3, 3.0), "nothing"),
     "locater-auto": Contender("LocAteR, auto", "locater-auto", (3.0, 1.0, 10.0), "nothing"),
     "qk-norm": Contender("QK-norm", "qk-norm", (1.0, 0.3, 3.0), "two norms a layer"),
-    "sigma-reparam": Contender("σReparam, all layers", "sigma-reparam", (1.0, 0.5, 2.0), "nothing"),
-    "sigma-reparam-qk": Contender("σReparam, q and k", "sigma-reparam-qk", (1.0, 0.5, 2.0), "nothing"),
+    "sigma-reparam": Contender("σReparam, all layers", "sigma-reparam", (1.0,), "nothing"),  # it has no strength
+    "sigma-reparam-qk": Contender("σReparam, q and k", "sigma-reparam-qk", (1.0,), "nothing"),
     "qk-clip": Contender("QK-clip", "qk-clip", (100.0, 30.0, 10.0), "nothing"),
     "softcap": Contender("softcap", "softcap", (50.0, 20.0, 10.0), "a tanh a logit; no SDPA"),
     "z-loss": Contender("attention z-loss", "z-loss", (1e-4, 1e-3, 1e-2), "nothing"),

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from locater.lab.data import PAD
 from locater.lab.engine.loss import losses
-from locater.lab.engine.model import See, embed, hidden_states
+from locater.lab.engine.model import Probe, embed, hidden_states
 from locater.measure import AttentionStatistics, attention_statistics, rank_residual
 
 if TYPE_CHECKING:
     from locater.lab.engine.stack import Stack
 
-__all__ = ["look", "valid_loss"]
+__all__ = ["attention_metrics", "valid_loss"]
 
 _EVALUATED_TOKENS = 1 << 18  # of all members together, at a time
 
@@ -38,14 +38,14 @@ def valid_loss(stack: Stack) -> Tensor:
     return total / tokens
 
 
-def look(stack: Stack) -> dict[str, Tensor]:
+def attention_metrics(stack: Stack) -> dict[str, Tensor]:
     """Entropy, largest logit and ρ on the first whole blocks of the validation text."""
     model = stack.config.model
     heads: dict[str, list[Tensor]] = {"entropy": [], "max_logit": [], "rho": []}
     residual: list[Tensor] = []
     count = min(stack.config.probe_blocks, stack.valid.whole)
 
-    def see(layer: int, x: Tensor, _: Tensor, q: Tensor, k: Tensor) -> None:
+    def record(layer: int, x: Tensor, _: Tensor, q: Tensor, k: Tensor) -> None:
         residual.append(rank_residual(x.unflatten(1, (-1, model.tokens))).mean(1))
         if layer == model.layers:
             return
@@ -55,9 +55,10 @@ def look(stack: Stack) -> dict[str, Tensor]:
         by_member = (len(stack), model.heads)
         heads["entropy"].append(found.entropy.mean((0, 2)).view(by_member))
         heads["max_logit"].append(found.max_logit.amax((0, 2)).view(by_member))
+        assert found.rho is not None
         heads["rho"].append(found.rho.view(*by_member, -1))
 
-    _forward(stack, torch.arange(count, device=stack.device), see)
+    _forward(stack, torch.arange(count, device=stack.device), record)
     if not stack.config.details:
         del heads["rho"]
     return {name: torch.stack(parts, dim=1) for name, parts in heads.items()} | {
@@ -65,13 +66,13 @@ def look(stack: Stack) -> dict[str, Tensor]:
     }
 
 
-def _forward(stack: Stack, blocks: Tensor, see: See | None = None) -> tuple[Tensor, Tensor]:
+def _forward(stack: Stack, blocks: Tensor, own: Probe | None = None) -> tuple[Tensor, Tensor]:
     """Hidden states and targets of the same validation blocks for all members."""
     inputs, targets = stack.valid(blocks.expand(len(stack), -1))
     low = stack.body(stack.segments["body"].low)
     embedded = embed(stack.segments["embedding"].low, inputs)
-    probe, method = stack._watchers.probe(inputs, see), stack.method.at_inference()
-    return hidden_states(low, embedded, stack.config.model, see=probe, method=method), targets
+    probe, method = stack._recorders.probe(inputs, own), stack.method.at_inference()
+    return hidden_states(low, embedded, stack.config.model, probe=probe, method=method), targets
 
 
 def _statistics(stack: Stack, q: Tensor, k: Tensor) -> AttentionStatistics:
@@ -85,4 +86,4 @@ def _statistics(stack: Stack, q: Tensor, k: Tensor) -> AttentionStatistics:
         for e, cap in enumerate(caps)
     ]
     entropy, top, lse = (torch.cat(x, dim=1) for x in list(zip(*parts, strict=True))[:3])
-    return AttentionStatistics(entropy, top, lse, torch.cat([part.rho for part in parts]))
+    return AttentionStatistics(entropy, top, lse, torch.cat([part.rho for part in parts if part.rho is not None]))

@@ -3,7 +3,7 @@
 The architecture is that of fairseq 0.12.2's `transformer_lm` (a decoder without encoder): embeddings scaled by √D plus
 sinusoidal positions, dropout, L layers of causal self-attention and a ReLU feed-forward net, each with a residual
 connection and LayerNorm after it (post), before it (pre, with one more at the end) or none, and an output table without
-bias. Positions may be rotary instead, which fairseq's are not. E = 1 is an ordinary model.
+bias. Positions may be rotary instead, which fairseq's are not. E = 1 is a single model.
 
 Legend: E stacked models, B blocks, T tokens a block, N = B·T, D width, H heads, K head width, F ffn width, V words.
 """
@@ -11,7 +11,7 @@ Legend: E stacked models, B blocks, T tokens a block, N = B·T, D width, H heads
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from locater.lab.config import ModelConfig
 from locater.lab.data import PAD
 from locater.lab.engine._norm import add, add_norm, norm
 from locater.lab.engine._random import dropout, site_key
-from locater.lab.engine.heads import rope_of
+from locater.lab.engine.heads import Parameters, rope_of
 from locater.lab.engine.methods import Method
 
 __all__ = [
@@ -36,8 +36,8 @@ __all__ = [
     "positions",
 ]
 
-See = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
-"""What a probe is: called for every layer with its number, the residual stream before it and what its attention reads
+Probe = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
+"""Called for every layer with its number, the residual stream before it and what its attention reads
 of that (E, N, D), queries and keys (E, B, H, T, ·)."""
 
 
@@ -142,67 +142,72 @@ def dropout_sites(config: ModelConfig) -> int:
 
 
 def hidden_states(
-    p: Mapping[str, Tensor],
+    p: Parameters,
     embedded: Tensor,  # (E, N, D), rows of the embedding table
     config: ModelConfig,
     drop: Dropout | None = None,
-    see: See | None = None,
+    probe: Probe | None = None,
     method: Method | None = None,
 ) -> Tensor:
     """(E, N, D), what the output table multiplies."""
     method = method or Method(config, embedded)
     p = method.weights(p)
-    e, _, d = embedded.shape
-    t = config.tokens
-    rope, x = rope_of(config, embedded.device), embedded * math.sqrt(d)
+    (e, _, d), t, dtype, device = embedded.shape, config.tokens, embedded.dtype, embedded.device
+    rope, x = rope_of(config, device), embedded * math.sqrt(d)
     if rope is None:
-        sines = positions(t, d, embedded.device, torch.promote_types(embedded.dtype, torch.float32))
-        x = (x.view(e, -1, t, d) + sines.to(embedded.dtype)).view(e, -1, d)
+        sines = positions(t, d, device, torch.promote_types(dtype, torch.float32))
+        x = (x.view(e, -1, t, d) + sines.to(dtype)).view(e, -1, d)
     else:
-        angles = rope.angles(torch.arange(t, device=embedded.device), embedded.dtype)
-    x = dropout(x, drop.key(0), drop.rate) if drop else x
-
-    def close(branch: Tensor, linear: str, x: Tensor, site: int, after: str | None) -> tuple[Tensor, Tensor]:
-        """Adds a branch to the residual stream x; gives that and what stands in LayerNorm `after`, if any."""
-        key, rate = (drop.key(site), drop.rate) if drop else (None, 0.0)
-        bias = p[linear + ".bias"]
-        if after is None:
-            x = add(branch, bias, x, key, rate)
-            return x, x
-        return add_norm(branch, bias, x, p[after + ".weight"], p[after + ".bias"], key, rate)
-
-    # x is the residual stream, y what the next branch reads: with LayerNorm after (post), both are its result
-    y = norm(x, p["layers.0.attention_norm.weight"], p["layers.0.attention_norm.bias"]) if config.norm == "pre" else x
+        angles = rope.angles(torch.arange(t, device=device), dtype)
+    stream = _ResidualStream(p, config, drop, dropout(x, drop.key(0), drop.rate) if drop else x)
     for i in range(config.layers):
         at = f"layers.{i}."
-        q, k, v = _query_key_value(p, at, y, config)  # (E, B, H, T, ·)
+        q, k, v = _query_key_value(p, at, stream.normed, config)  # (E, B, H, T, ·)
         q, k = method.before_rope(p, i, q, k)
         if rope is not None:
-            q, k = rope.turn(q, *angles), rope.turn(k, *angles)
+            q, k = rope.rotate_by(q, *angles), rope.rotate_by(k, *angles)
         q, k = method.compare(p, i, q, k)
-        if see:
-            see(i, x, y, q, k)
+        if probe:
+            probe(i, stream.x, stream.normed, q, k)
         mixed = method.attend(q, k, v, 1 / math.sqrt(config.head_width))  # (E·B, H, T, ·)
-        branch = _product(mixed.transpose(1, 2).reshape(e, -1, d), p[at + "out.weight"])
-        after = {"post": at + "attention_norm", "pre": at + "ffn_norm", "none": None}[config.norm]
-        x, y = close(branch, at + "out", x, 2 * i + 1, after)
-        x = y if config.norm == "post" else x
-
-        branch = _product(functional.relu(_linear(p, at + "fc1", y)), p[at + "fc2.weight"])
-        following = f"layers.{i + 1}.attention_norm" if i + 1 < config.layers else "norm"
-        after = {"post": at + "ffn_norm", "pre": following, "none": None}[config.norm]
-        x, y = close(branch, at + "fc2", x, 2 * i + 2, after)
-        x = y if config.norm == "post" else x
-    if see:  # the hidden states after the last layer; they have no queries
-        see(config.layers, x, y, x.new_empty(0), x.new_empty(0))
-    return y
+        stream.add(mixed.transpose(1, 2).reshape(e, -1, d), at + "out")
+        stream.add(functional.relu(_linear(p, at + "fc1", stream.normed)), at + "fc2")
+    if probe:  # the hidden states after the last layer; they have no queries
+        probe(config.layers, stream.x, stream.normed, x.new_empty(0), x.new_empty(0))
+    return stream.normed
 
 
-def _query_key_value(p: Mapping[str, Tensor], at: str, x: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
+class _ResidualStream:
+    """x (E, N, D), to which branches are added, two a layer; and `normed`, what the next branch reads of it.
+
+    LayerNorm stands after each branch and is part of the stream (post), or before each and the output (pre).
+    """
+
+    def __init__(self, p: Parameters, config: ModelConfig, drop: Dropout | None, x: Tensor) -> None:
+        own = [f"layers.{i}.{name}" for i in range(config.layers) for name in ("attention_norm", "ffn_norm")]
+        self._norms = iter([*own[1:], "norm"] if config.norm == "pre" else own)  # after each branch
+        self._sites = iter(range(1, dropout_sites(config)))
+        self._p, self._kind, self._drop = p, config.norm, drop
+        self.x = x
+        self.normed = norm(x, p[own[0] + ".weight"], p[own[0] + ".bias"]) if config.norm == "pre" else x
+
+    def add(self, inner: Tensor, linear: str) -> None:
+        """Adds a branch: a linear layer of `inner`, dropped."""
+        p, after, site = self._p, next(self._norms), next(self._sites)
+        key, rate = (self._drop.key(site), self._drop.rate) if self._drop else (None, 0.0)
+        branch, bias = _product(inner, p[linear + ".weight"]), p[linear + ".bias"]
+        if self._kind == "none":
+            self.x = self.normed = add(branch, bias, self.x, key, rate)
+            return
+        total, self.normed = add_norm(branch, bias, self.x, p[after + ".weight"], p[after + ".bias"], key, rate)
+        self.x = self.normed if self._kind == "post" else total
+
+
+def _query_key_value(p: Parameters, at: str, x: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
     """(E, B, H, T, ·) each; products of queries and keys, over √K, are the logits."""
     (e, _, d), t, h = x.shape, config.tokens, config.heads
     if not config.joint_qk:
-        q, k, v = _thirds(_linear(p, at + "qkv", x).view(e, -1, t, 3, h, d // h))
+        q, k, v = _split(_linear(p, at + "qkv", x).view(e, -1, t, 3, h, d // h))
         return q, k, v
     queries = (x[:, None] @ p[at + "qk.weight"]).view(e, h, -1, t, d).transpose(1, 2)  # (x_queryᵀ W_QK) x_key
     keys = x.view(e, -1, 1, t, d).expand(-1, -1, h, -1, -1)
@@ -210,9 +215,9 @@ def _query_key_value(p: Mapping[str, Tensor], at: str, x: Tensor, config: ModelC
     return queries, keys, values
 
 
-def _linear(p: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+def _linear(p: Parameters, name: str, x: Tensor) -> Tensor:
     weight, bias = p[name + ".weight"], p[name + ".bias"]
-    if len(x) == 1:  # an ordinary product is faster than a batch of one
+    if len(x) == 1:  # a plain product is faster than a batch of one
         return functional.linear(x[0], weight[0], bias[0])[None]
     found: Tensor = _products(x, weight, bias)
     return found
@@ -239,7 +244,7 @@ class _Products(torch.autograd.Function):
         return torch.bmm(up, weight), torch.bmm(up.mT, x), up.sum(1) if ctx.biased else None
 
 
-class _Thirds(torch.autograd.Function):
+class _SplitQKV(torch.autograd.Function):
     """Queries, keys and values (E, B, H, T, K), views of (E, B, T, 3, H, K); their gradients are copied once."""
 
     @staticmethod
@@ -256,4 +261,4 @@ class _Thirds(torch.autograd.Function):
 
 
 _products: Any = _Products.apply
-_thirds: Any = _Thirds.apply
+_split: Any = _SplitQKV.apply

@@ -20,8 +20,8 @@ from locater.control import penalty_gradient
 from locater.errors import LocaterError
 from locater.lab.config import Config, Member
 from locater.lab.data import EOS, PAD, Corpus
-from locater.lab.engine._validation import look, valid_loss
-from locater.lab.engine._watchers import Begin, Watchers
+from locater.lab.engine._recorders import Begin, Recorders
+from locater.lab.engine._validation import attention_metrics, valid_loss
 from locater.lab.engine.heads import query_key_matrix, split_qkv
 from locater.lab.engine.loss import loss_and_gradient
 from locater.lab.engine.methods import method_of
@@ -100,7 +100,7 @@ class Stack:
         self._batches = -(-self.train.count // config.batch)  # in an epoch
         self._epoch, self._order = -1, self._zeros(torch.int64)[:, None].repeat(1, self._batches * config.batch)
         self._within = torch.arange(config.batch, device=device)
-        self._watchers = Watchers(config.model)
+        self._recorders = Recorders(config.model)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._warm = 0
         self._shuffle(0)
@@ -166,7 +166,7 @@ class Stack:
 
     def watch(self, begin: Begin) -> Callable[[], None]:
         """`locater.observe` asks to be told of every forward; gives what ends it. Until then no update is replayed."""
-        return self._watchers.add(begin)
+        return self._recorders.add(begin)
 
     # ------------------------------------------------------------------ an update
 
@@ -176,9 +176,9 @@ class Stack:
         On a GPU it is recorded once and then replayed: some hundred small operations would wait for their launches.
         """
         self._shuffle(self.step // self._batches)
-        if self._graph is not None and not self._watchers:  # what is replayed tells nobody
+        if self._graph is not None and not self._recorders:  # what is replayed tells nobody
             self._graph.replay()
-        elif self.device.type == "cuda" and self._warm >= _WARM_UP and not self._watchers:
+        elif self.device.type == "cuda" and self._warm >= _WARM_UP and not self._recorders:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
                 self._advance()
@@ -207,7 +207,7 @@ class Stack:
             value.requires_grad_()
         self.method.refresh(self.body(self.segments["body"].value))
         with torch.enable_grad():
-            x = hidden_states(low, embedded, model, drop, self._watchers.probe(inputs), self.method)
+            x = hidden_states(low, embedded, model, drop, self._recorders.probe(inputs), self.method)
         found = loss_and_gradient(x.detach(), self.output.low, targets, weights, self.output.gradient)
         up = found.x if config.precision != "fp16" else found.x * self.loss_scale[:, None, None]
         of_embedded, *of_body = torch.autograd.grad(x, [embedded, *low.values()], up.to(x.dtype))
@@ -321,7 +321,7 @@ class Stack:
     @torch.no_grad()
     def measure(self) -> list[dict[str, Any]]:
         """A record of every member, as `records` describes it; the mean of the training loss starts anew."""
-        columns = {"valid_loss": valid_loss(self)} | self._spectrum() | look(self)
+        columns = {"valid_loss": valid_loss(self)} | self._spectrum() | attention_metrics(self)
         broke_at, count = self.broke_at.tolist(), self.loss_count.tolist()
         train = (self.loss_sum / self.loss_count).tolist()
         self.loss_sum.zero_()

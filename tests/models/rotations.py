@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 
 
-def all_turns(rope, weight):
+def all_rotations(rope, weight):
     """Keys turned by so many offsets that a mean over them is the mean over every pair's turning on its own, as far as
     products of two coordinates go: the frequencies are no two of them alike, nor opposite, in N = 2 pairs + 1."""
     n = 2 * rope.pairs + 1
     other = replace(rope, frequencies=2 * torch.pi * torch.arange(1, rope.pairs + 1).double() / n, gain=1.0)
-    return torch.stack([other.turn_rows(weight, offset) for offset in range(n)])
+    return torch.stack([other.rotate_rows(weight, offset) for offset in range(n)])
 
 
 def pairs_of(rope):
