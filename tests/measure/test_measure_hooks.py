@@ -116,8 +116,9 @@ def test_a_log_of_the_hugging_face_trainer_is_what_observe_gives(tmp_path, name)
 def test_the_forwards_of_an_accumulated_update_are_averaged(tmp_path):
     model = build("llama").train()
     ids = torch.cat([batch(0), batch(1)])
-    with observe(copy.deepcopy(model).train()) as seen:
-        seen._model(input_ids=ids)
+    twin = copy.deepcopy(model).train()
+    with observe(twin) as seen:
+        twin(input_ids=ids)
     more = {"gradient_accumulation_steps": 2, "data": Text(2 * STEPS * BATCH)}
     hf_trainer(model, tmp_path, [ObserveCallback(file=tmp_path / "a.jsonl")], **more).train()
     log = read_log(tmp_path / "a.jsonl")

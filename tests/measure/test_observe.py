@@ -325,6 +325,21 @@ def test_rho_is_the_share_of_sequences_with_z_inside():
             assert np.isnan(seen.rho(module, query)[:, row + 1 :]).all()
 
 
+def test_entropy_by_position_is_the_mean_over_the_sequences_that_are_no_padding_there():
+    model, (ids, mask) = made("llama"), padded("right")
+    with torch.no_grad(), observe(model, by_position=True) as seen:
+        for some, counts in ((ids, mask), (ids[:1, :6], mask[:1, :6])):  # the second call is shorter
+            model(some, attention_mask=counts.long())
+    with torch.no_grad(), recorded_logits(model) as recorded:
+        model(ids)  # causal: what comes after a token does not reach it
+    counts = mask.double()
+    counts[0, :6] += 1
+    for module, (_, _, logits) in recorded.items():
+        entropy = torch.special.entr(logits.double().softmax(-1)).sum(-1)
+        expected = (entropy * counts[:, None]).sum(0) / counts.sum(0)
+        np.testing.assert_allclose(seen.entropy_by_position(module), expected, rtol=1e-5, atol=1e-6)  # float32 states
+
+
 def test_tokens_are_measured_as_they_enter_without_padding():
     model = made("bert")
     ids, mask = padded("right")
@@ -637,9 +652,9 @@ def test_one_head_of_one_sequence_is_overheard_and_what_has_more_sizes_is_refuse
         one(x)
         logits = one.q_proj(x) @ one.k_proj(x).mT / 4
     assert_same(seen.table(), "", logits[None, None])
-    with pytest.raises(LocaterError, match=r"Shaped hands queries of shape \(1, 2, 3, 4, 4\)"), \
-            observe(Shaped((1, 2, 3, 4, 4))) as seen:  # fmt: skip
-        seen._model(x)
+    more = Shaped((1, 2, 3, 4, 4))
+    with pytest.raises(LocaterError, match=r"Shaped hands queries of shape \(1, 2, 3, 4, 4\)"), observe(more):
+        more(x)
     assert torch.overrides._len_torch_function_stack() == 0
 
 
@@ -774,3 +789,5 @@ def test_settings_that_make_no_sense_are_refused():
     ):
         with pytest.raises(LocaterError, match=words):
             seen.rho(*arguments)
+    with pytest.raises(LocaterError, match="by_position=True"):
+        seen.entropy_by_position(first)

@@ -14,8 +14,8 @@ from locater.hooks._patching import Patch, patch
 from locater.hooks._recorder import Intercepted, Interceptor, hidden_states, in_backward, intercept
 from locater.hooks._sites import (
     AttentionSite,
+    RecordLayer,
     Stacked,
-    Tell,
     attention_sites,
     implementation_of,
     interface_site,
@@ -31,8 +31,8 @@ __all__ = [
     "Intercepted",
     "Interceptor",
     "Patch",
+    "RecordLayer",
     "Stacked",
-    "Tell",
     "Visibility",
     "attention_sites",
     "cut_from",

@@ -19,8 +19,8 @@ from locater.models.registry import family
 
 __all__ = [
     "AttentionSite",
+    "RecordLayer",
     "Stacked",
-    "Tell",
     "attention_sites",
     "implementation_of",
     "interface_site",
@@ -32,8 +32,8 @@ HEARD = {"softmax", "Softmax", "scaled_dot_product_attention"}
 CROSS = re.compile(r"cross|encoder_attn|EncDec|multihead_attn", re.IGNORECASE)
 
 
-Tell = Callable[[int, Tensor, Tensor, Tensor, float], None]
-"""Told of a layer: its number, what enters its attention (E, B, T, D), queries and keys (E, B, H, T, ·), scale."""
+RecordLayer = Callable[[int, Tensor, Tensor, Tensor, float], None]
+"""Given a layer's number, what enters its attention (E, B, T, D), queries and keys (E, B, H, T, ·), logit scale."""
 
 
 class Named(Protocol):
@@ -43,7 +43,7 @@ class Named(Protocol):
 
 @runtime_checkable
 class Stacked(Protocol):
-    """Models of one shape that run as one program and tell of their causal attention themselves, as the lab's do."""
+    """Models of one shape that run as one program and report their causal attention themselves, as the lab's do."""
 
     @property
     def members(self) -> Sequence[Named]: ...
@@ -52,11 +52,10 @@ class Stacked(Protocol):
     def attention_modules(self) -> Sequence[str]:
         """A name a layer."""
 
-    def watch(self, begin: Callable[[Tensor], Tell | None]) -> Callable[[], None]:
-        """Asks `begin`, as each forward begins, who is to be told of it; gives what ends that.
+    def watch(self, begin: Callable[[Tensor], RecordLayer | None]) -> Callable[[], None]:
+        """Calls `begin` as each forward begins, and what that gives with every layer; returns what ends it.
 
-        `begin` is given where the tokens (E, B, T) are no padding. An update that cannot tell, a recorded one, must
-        run in a way that can.
+        `begin` is given where the tokens (E, B, T) are no padding. Meanwhile no update may be replayed from a graph.
         """
 
 
@@ -68,8 +67,8 @@ class AttentionSite:
     module: Any  # an nn.Module; of a stack, the stack
     layer: int
     kind: str
-    # through Hugging Face's table, torch's functions, nn's own module; or it tells by itself
-    way: Literal["interface", "torch", "multihead", "told"]
+    # intercepted in Hugging Face's table, in torch's functions, in nn's own module; or reported by a stack
+    way: Literal["interface", "torch", "multihead", "stack"]
     encoder_layer: nn.TransformerEncoderLayer | None = None  # around a "multihead", which it may bypass
     members: tuple[str, ...] = ()  # of a stack of several
 
@@ -102,7 +101,7 @@ def attention_sites(model: nn.Module | Stacked, layers: Sequence[int] | None = N
     if isinstance(model, Stacked):
         names = tuple(member.name for member in model.members)
         stacked = [
-            AttentionSite(name, model, layer, "self", "told", members=names if len(names) > 1 else ())
+            AttentionSite(name, model, layer, "self", "stack", members=names if len(names) > 1 else ())
             for layer, name in enumerate(model.attention_modules)
         ]
         return _of_layers(stacked, layers)

@@ -1,4 +1,7 @@
-"""What is kept of the calls of one attention module: sums over queries, never the queries themselves."""
+"""What is kept of the calls of one attention module: sums over queries, never the queries themselves.
+
+Legend: E members of a stack (1 of a model), B sequences of each, H heads, Tq queries, Tk keys.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ import math
 import torch
 from torch import Tensor
 
+from locater.errors import LocaterError
 from locater.hooks import Call
 from locater.measure import _calls
-from locater.measure.attention import AttentionStatistics
 
 __all__ = ["HeadTally", "TokenTally"]
 
@@ -18,82 +21,84 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.device.type == "mps" else x.double()
 
 
-def _moved(total: Tensor, to: Tensor) -> Tensor:
-    """Sums so far, where the model is now."""
-    return total.to(to.device)
-
-
 class HeadTally:
-    """Sums over the queries that are no padding, (H,) each, and over sequences for ρ; E·H heads of E members."""
+    """Sums (E·H, …) over the queries that are no padding; ρ is over sequences.
 
-    def __init__(self) -> None:
-        self.queries: Tensor | None = None  # how many
-        self._entropy: Tensor
-        self._share: Tensor  # of entropy / ln(unmasked keys)
-        self._chosen: Tensor  # how many queries had two keys or more, and so a share
-        self._logsumexp: Tensor
-        self._max_logit: Tensor
-        self._inside: dict[int, Tensor] = {}  # by query (H, Tk): sequences with z in [0, 1]
-        self._unmasked: dict[int, Tensor] = {}  # and for how many the key was unmasked
+    `queries` are those that ρ is kept for. With `by_position` the entropy of each row of queries is kept besides.
+    """
 
-    # Sums are made anew each time: those made in inference mode cannot be changed outside of it.
+    def __init__(self, queries: tuple[int, ...], by_position: bool = False) -> None:
+        self._queries, self._by_position = queries, by_position
+        self._sums: dict[str, Tensor] = {}
+        self._max_logit: Tensor | None = None  # None where no call came by
+
+    def __bool__(self) -> bool:
+        return self._max_logit is not None
 
     @torch.no_grad()
-    def add(self, call: Call, queries: tuple[int, ...]) -> None:
+    def add(self, call: Call) -> None:
         found = call.without_empty()
         if found is None:
             return
-        s = self._statistics(found)
+        s = _calls.statistics(found)
         counts = s.logsumexp != -math.inf  # some key is unmasked; what is not a number shows in the sums
         if found.real is not None:
             counts &= found.real[:, None]
         keys = found.visibility.unmasked_keys().expand_as(counts)
         has_share = counts & (keys > 1)
-        share = s.entropy / keys.clamp(min=2).to(s.entropy.dtype).log()
-        old, members = self.queries is not None, (found.members, -1)
-        for name, values, where in (
-            ("queries", torch.ones_like(s.entropy), counts),
-            ("_entropy", s.entropy, counts),
-            ("_share", share, has_share),
-            ("_chosen", torch.ones_like(s.entropy), has_share),
-            ("_logsumexp", s.logsumexp, counts),
-        ):
-            total = torch.where(where, _wide(values), 0).sum(2).unflatten(0, members).sum(1).flatten()
-            setattr(self, name, _moved(getattr(self, name), total) + total if old else total)
-        top = torch.where(counts, s.max_logit, -math.inf).amax(2).unflatten(0, members).amax(1).flatten()
-        self._max_logit = torch.maximum(_moved(self._max_logit, top), top) if old else top
-        for query in queries:
-            parts = _calls.signal_propagation(found, query)
-            for sums, part in zip((self._inside, self._unmasked), parts, strict=True):
-                total = part.unflatten(0, members).sum(1, dtype=s.entropy.dtype).flatten(0, 1)  # (E·H, Tk)
-                sums[query] = _padded_sum(sums.get(query), total)
+        values = {
+            "queries": (torch.ones_like(s.entropy), counts),
+            "entropy": (s.entropy, counts),
+            "share": (s.entropy / keys.clamp(min=2).to(s.entropy.dtype).log(), has_share),
+            "queries with a share": (torch.ones_like(s.entropy), has_share),
+            "logsumexp": (s.logsumexp, counts),
+        }
+        for name, (each, where) in values.items():
+            by_row = torch.where(where, _wide(each), 0)  # (E·B, H, Tq)
+            self._add(name, by_row.sum(2), found.members)
+            if self._by_position and name in ("queries", "entropy"):
+                self._add(f"{name} by position", by_row, found.members)
+        for query in self._queries:
+            inside, unmasked = _calls.signal_propagation(found, query)  # (E·B, H, Tk)
+            self._add(f"inside {query}", inside.to(s.entropy.dtype), found.members)
+            self._add(f"unmasked {query}", unmasked.to(s.entropy.dtype), found.members)
+        top = torch.where(counts, s.max_logit, -math.inf).amax(2).unflatten(0, (found.members, -1)).amax(1).flatten()
+        self._max_logit = top if self._max_logit is None else torch.maximum(self._max_logit.to(top.device), top)
 
-    def _statistics(self, call: Call) -> AttentionStatistics:
-        return _calls.statistics(call)
+    def _add(self, name: str, values: Tensor, members: int) -> None:
+        """Sums over the sequences of each member, in a new tensor: one of inference mode could not be changed."""
+        total = values.unflatten(0, (members, -1)).sum(1).flatten(0, 1)
+        self._sums[name] = _padded_sum(self._sums[name].to(total.device), total) if name in self._sums else total
 
     def columns(self) -> dict[str, Tensor]:
-        """The table's, (H,) each."""
-        assert self.queries is not None
+        """The table's, (E·H,) each."""
+        assert self._max_logit is not None
+        sums, queries = self._sums, self._sums["queries"]
         return {
-            "entropy": self._entropy / self.queries,
-            "entropy_share": self._share / self._chosen,
+            "entropy": sums["entropy"] / queries,
+            "entropy_share": sums["share"] / sums["queries with a share"],
             "max_logit": self._max_logit,
-            "logsumexp": self._logsumexp / self.queries,
-            "queries": self.queries.long(),
+            "logsumexp": sums["logsumexp"] / queries,
+            "queries": queries.long(),
         }
 
-    def rho(self, query: int) -> Tensor:
-        """(H, Tk)."""
-        return self._inside[query] / self._unmasked[query]
+    def rho(self, query: int) -> Tensor | None:
+        """(E·H, Tk)."""
+        if query not in self._queries:
+            raise LocaterError(f"ρ was kept for the queries {self._queries}, not for {query}: ask observe for it")
+        return self._sums[f"inside {query}"] / self._sums[f"unmasked {query}"] if self else None
+
+    def entropy_by_position(self) -> Tensor | None:
+        """(E·H, Tq)."""
+        if not self._by_position:
+            raise LocaterError("entropy by position was not kept; observe(model, by_position=True) does")
+        return self._sums["entropy by position"] / self._sums["queries by position"] if self else None
 
 
-def _padded_sum(a: Tensor | None, b: Tensor) -> Tensor:
-    """a + b (H, Tk), of which the one with fewer keys has nothing to add to the others."""
-    if a is None:
-        return b
-    a = _moved(a, b)
-    a, b = (b, a) if a.shape[1] < b.shape[1] else (a, b)
-    return a + torch.nn.functional.pad(b, (0, a.shape[1] - b.shape[1]))
+def _padded_sum(a: Tensor, b: Tensor) -> Tensor:
+    """a + b (E·H, …), of which the shorter has nothing to add to the end of the longer."""
+    a, b = (b, a) if a.shape[-1] < b.shape[-1] else (a, b)
+    return a + torch.nn.functional.pad(b, (0, a.shape[-1] - b.shape[-1]))
 
 
 class TokenTally:
@@ -129,7 +134,7 @@ class TokenTally:
             ]
         )
         sums = torch.where(counts, _wide(values), 0).unflatten(1, (members, -1)).sum(2)
-        self._sums = sums if self._sums is None else _moved(self._sums, sums) + sums
+        self._sums = sums if self._sums is None else self._sums.to(sums.device) + sums
 
     def columns(self, member: int = 0) -> dict[str, float] | None:
         if self._sums is None:

@@ -7,7 +7,7 @@
             ...
 
     {"step": 50, "module": "model.layers.0.self_attn", "layer": 0, "kind": "self",
-     "keys": …,                                                           that the longest sequence's last query sees
+     "keys": …,                                                           unmasked for the longest sequence's last query
      "entropy": […], "entropy_share": […], "max_logit": […],              a number a head, null where not finite
      "rank_residual": …, "effective_rank": …, "mean_cosine": …}           of the tokens that enter the module
 
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from locater.errors import LocaterError, require
+from locater.hooks import attention_sites
 from locater.io import parse_json_lines, read_file, write_file
 from locater.measure.alarms import Alarm, Alarms
 from locater.measure.observe import Observation, observe
@@ -43,15 +44,15 @@ _TOKENS = ("rank_residual", "effective_rank", "mean_cosine")
 
 
 class AttentionLog:
-    """Observes a model in every `every`-th step of its training and writes what it sees; other steps cost nothing.
+    """Observes a model in every `every`-th step of its training and writes its statistics; other steps cost nothing.
 
     `file`: JSON lines. One that is there is gone on with: lines from the first logged step on, which are made again,
     and a last line that is not whole are dropped then. `tensorboard`: a folder for its files; per module the mean
     and the lowest entropy share, the largest logit, and the rank residual. `layers`: only those.
 
     `alarms`: a function that is called with each alarm once its step is written, or an `Alarms` with thresholds of your
-    own; unless given, alarms are warnings of Python's logging. What is in the file from before counts, and is not told
-    again: `log.alarms` is what `alarms_of` makes of the file.
+    own; unless given, alarms are warnings of Python's logging. What is in the file from before counts, and is not
+    raised again: `log.alarms` is what `alarms_of` makes of the file.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class AttentionLog:
             raise LocaterError(f"every must be a whole number, 1 or more, got {every!r}")
         if file is None and tensorboard is None:
             raise LocaterError("nothing to write to: give a file or a folder for tensorboard")
-        Observation(model, 1, layers, None)  # a model that cannot be observed is told now
+        attention_sites(model, layers)  # a model that cannot be observed is refused now
         if file is not None and not Path(file).absolute().parent.is_dir():
             raise LocaterError(f"cannot write {file}: there is no folder {Path(file).parent}")
         if tensorboard is not None:
@@ -80,7 +81,7 @@ class AttentionLog:
         self._board = tensorboard
         self._writer: Any = None
         self._begun = False  # writing
-        self._asked: int | None = None  # the last step told
+        self._asked: int | None = None  # the last step that began
         self._open: tuple[int, ExitStack, Observation] | None = None  # the step that is observed now
 
     @property
@@ -90,7 +91,7 @@ class AttentionLog:
 
     @contextmanager
     def step(self, step: int) -> Iterator[Observation | None]:
-        """Around the forwards of a step: gives what is seen, or None in a step that is not logged.
+        """Around the forwards of a step: gives its observation, or None in a step that is not logged.
 
         Several forwards, as with gradient accumulation, are averaged. An exception inside writes nothing.
         """
@@ -103,7 +104,7 @@ class AttentionLog:
         self.end()
 
     def begin(self, step: int) -> Observation | None:
-        """Starts observing if the step is to be logged: a multiple of `every`, or the first told after one."""
+        """Starts observing if the step is to be logged: a multiple of `every`, or the first after one."""
         self.cancel()
         asked, self._asked = self._asked, step
         due = step % self.every == 0 if asked is None else step // self.every > asked // self.every
@@ -115,7 +116,7 @@ class AttentionLog:
         return seen
 
     def end(self) -> None:
-        """Ends observing and writes what was seen; nothing if the step is not logged."""
+        """Ends observing and writes the lines of the step; nothing if it is not logged."""
         if self._open is None:
             return
         step, _, seen = self._open
@@ -199,7 +200,7 @@ def _rows(step: int, seen: Observation) -> list[dict[str, Any]]:
 
 
 def _keys(rho: NDArray[np.float64]) -> int:
-    """Of ρ (heads, keys), which is NaN where the query sees none; all where nothing else is there."""
+    """Of ρ (heads, keys), which is NaN where a key is masked; all where every one is."""
     return int((~np.isnan(rho)).any(0).sum()) or rho.shape[-1]
 
 

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater.hooks import AttentionSite, Call
+from locater.hooks import AttentionSite, Call, attention_sites
 from locater.measure._moments import Moments
-from locater.measure.observe import Observation
+from locater.measure._tracker import Tracker
 from locater.models import Attention, attentions
 from locater.theory import TokenProcess, rho, rho_from_gaussian
 
@@ -66,33 +66,29 @@ def predict(
 
     Every second sequence is held out: nothing but the measured ρ is taken from it.
     """
-    kept: dict[str, _Kept] = {}
-
-    def keep(place: AttentionSite, calls: Sequence[Call], states: Tensor | None) -> None:
-        kept.setdefault(place.name, _Kept(place.name, place.layer)).add(calls, states)
-
-    seen = Observation(model, 1, layers, None, keep=keep)
+    kept = [_Kept(site) for site in attention_sites(model, layers)]
     modes = [(module, module.training) for module in model.modules()]  # parts may have one of their own
     model.eval()
     try:
         with ExitStack() as undo:
-            seen._attach(undo)
+            Tracker(model, 1, kept).attach(undo)
             for batch in batches:
                 model(**batch) if isinstance(batch, Mapping) else model(batch)
     finally:
         for module, training in modes:
             module.training = training
-    if not kept:
+    called = [one for one in kept if one.queries]
+    if not called:
         raise LocaterError("no sequence was run: the batches are empty")
     known = {attention.module: attention for attention in attentions(model)}
-    return [one.prediction(known.get(name)) for name, one in kept.items()]
+    return [one.prediction(known.get(one.site.name)) for one in called]
 
 
 class _Kept:
     """The last query and all keys of every sequence of one module, and moments of the states that enter it."""
 
-    def __init__(self, module: str, layer: int) -> None:
-        self.module, self.layer = module, layer
+    def __init__(self, site: AttentionSite) -> None:
+        self.site = site
         self.queries: list[Tensor] = []
         self.keys: list[Tensor] = []
         self.scale = 1.0
@@ -117,15 +113,15 @@ class _Kept:
         _, _, tq, tk = call.sizes
         padded = call.key_mask is not None or (call.real is not None and not bool(call.real.all()))
         if padded or (self.keys and self.keys[0].shape[2] != tk):
-            raise LocaterError(f"{self.module}: predicting needs sequences of one length, without padding")
+            raise LocaterError(f"{self.site.name}: predicting needs sequences of one length, without padding")
         if call.bias is not None or call.softcap is not None or (call.window is not None and call.window < tk):
             raise LocaterError(
-                f"{self.module}: predicting is for attention whose last query sees all keys by their products alone; "
+                f"{self.site.name}: predicting is for attention whose last query has all keys by their products alone; "
                 "this one has a position bias, a softcap, a window or a mask of its own"
             )
         if tq != tk or tk < 2:
             raise LocaterError(
-                f"{self.module}: predicting needs whole sequences of 2 tokens or more, got {tq} queries for {tk} keys"
+                f"{self.site.name}: predicting needs whole sequences of 2 tokens or more, got {tq} queries, {tk} keys"
             )
 
     def prediction(self, attention: Attention | None) -> Prediction:
@@ -144,7 +140,7 @@ class _Kept:
             process, walk = TokenProcess(found.position_covariance), TokenProcess.random_walk(tokens)
             simple["separable"] = _by_moments(attention, process, found.covariance, 1 / self.scale)
             simple["walk"] = _by_moments(attention, walk, steps.covariance, 1 / self.scale)
-        return Prediction(self.module, self.layer, len(z), measured, general, **simple)
+        return Prediction(self.site.name, self.site.layer, len(z), measured, general, **simple)
 
 
 def _general(q: Tensor, u: Tensor, tokens: int, temperature: float) -> Array:

@@ -132,7 +132,7 @@ def read(
                 "give more text or a smaller --length"
             )
         network, part = pretrained.network(place)
-    seen, tallies = _observed(network, ids.to(place), batch, -1 - suffix, progress)
+    seen = _observed(network, ids.to(place), batch, -1 - suffix, progress)
     heads, tokens = seen.table(), seen.tokens()
     means = heads.groupby("module", sort=False).agg(
         {"layer": "first", "kind": "first", "entropy": "mean", "entropy_share": "mean", "max_logit": "max"}
@@ -146,7 +146,7 @@ def read(
         heads=heads,
         layers=layers,
         rho={name: seen.rho(name, -1 - suffix) for name in names},
-        entropy_by_position={name: tallies[name]() for name in names},
+        entropy_by_position={name: seen.entropy_by_position(name) for name in names},
         part=part,
         predicted=_predicted(network, ids.to(place), batch) if predicting else (),
     )
@@ -161,43 +161,16 @@ def _predicted(network: Any, ids: torch.Tensor, batch: int) -> tuple[Prediction,
 
 def _observed(
     network: Any, ids: torch.Tensor, batch: int, query: int, progress: Callable[[float], None]
-) -> tuple[Observation, dict[str, Callable[[], NDArray[np.float64]]]]:
-    """What was seen, and for each module a function that gives its entropy by position."""
+) -> Observation:
     import torch
 
-    from locater.hooks import Call
     from locater.measure import observe
-    from locater.measure._tally import HeadTally
-    from locater.measure.attention import AttentionStatistics
 
-    class PositionTally(HeadTally):
-        """Keeps the entropy of each query besides; all sequences have one length and no padding."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.total: torch.Tensor | None = None  # (H, T)
-            self.sequences = 0
-
-        def _statistics(self, call: Call) -> AttentionStatistics:
-            found = super()._statistics(call)
-            entropy = found.entropy.double() if found.entropy.device.type != "mps" else found.entropy
-            self.total = entropy.sum(0) if self.total is None else self.total + entropy.sum(0)
-            self.sequences += len(entropy)
-            return found
-
-        def by_position(self) -> NDArray[np.float64]:
-            assert self.total is not None
-            return (self.total / self.sequences).double().cpu().numpy()
-
-    tallies = {}
-    with observe(network, queries=(query,)) as seen, torch.inference_mode():
-        for watch in seen._watches.values():
-            watch.heads = tally = PositionTally()
-            tallies[watch.place.name] = tally.by_position
+    with observe(network, queries=(query,), by_position=True) as seen, torch.inference_mode():
         for start in range(0, len(ids), batch):
             _forward(network, ids[start : start + batch])
             progress(min(1.0, (start + batch) / len(ids)))
-    return seen, tallies
+    return seen
 
 
 def _forward(network: Any, ids: torch.Tensor) -> None:
