@@ -16,7 +16,6 @@ from markdown_pages import ROOT
 pytest.importorskip("mkdocs", reason="no mkdocs: pip install 'locater[docs]'")
 pytest.importorskip("material", reason="no mkdocs-material: pip install 'locater[docs]'")
 pytest.importorskip("mkdocstrings", reason="no mkdocstrings: pip install 'locater[docs]'")
-pytest.importorskip("plotly", reason="no plotly: pip install 'locater[report]'")
 
 pytest_plugins = ["browser"]
 

@@ -14,7 +14,6 @@ from rich.box import SIMPLE_HEAD
 from locater.cli import _terminal as terminal
 from locater.cli import _training
 from locater.cli._terminal import JsonOption, OutOption, SeedOption
-from locater.errors import LocaterError
 from locater.io import writable_folder, write_file
 
 if TYPE_CHECKING:
@@ -51,15 +50,11 @@ def demo_command(
         runs = _train_models(folder, config, seed=seed, watch=watch)
     rows = _training.summary(runs)
     written += draw_run(runs, folder, "laptop")
-    page, without = None, ""
-    try:
-        page = _write_report(folder, results, runs)
-    except LocaterError as error:  # plotly is an extra; all else is done
-        without = f"no report: {error}"
+    page = _write_report(folder, results, runs)
     if json_file is not None:
         files = [str(path) for path in written]
         answer = {"spectra": results, "members": rows, "runs": str(runs), "files": files}
-        terminal.write_json(json_file, {**answer, "report": None if page is None else str(page)})
+        terminal.write_json(json_file, {**answer, "report": str(page)})
     if json_file == "-":
         return
     console = terminal.out()
@@ -72,7 +67,7 @@ def demo_command(
     for path in written:
         if path.suffix == ".png":
             console.print(str(path), highlight=False)
-    console.print(without if page is None else f"All of it as a page, for a browser: {page}", highlight=False)
+    console.print(f"All of it as a page, for a browser: {page}", highlight=False)
 
 
 def _print_predictions(results: list[dict[str, Any]]) -> None:

@@ -7,15 +7,18 @@ that inflates and runs it.
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import html
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from locater.errors import LocaterError
 
-__all__ = ["UNPACK", "head", "inert", "put", "script_hash"]
+__all__ = ["UNPACK", "head", "inert", "plotly", "put", "script_hash"]
 
 _HEAD = """\
 <meta charset="utf-8">
@@ -40,6 +43,13 @@ async function unpack(id) {
   document.head.append(script);
 }
 """
+
+
+@cache
+def plotly() -> tuple[str, str]:
+    """plotly.js as `UNPACK` takes it, and its hash for `head`."""
+    source = files(__package__).joinpath("plotly", "plotly.min.js").read_bytes()
+    return base64.b64encode(gzip.compress(source, mtime=0)).decode(), script_hash(source.decode())
 
 
 def script_hash(source: str) -> str:

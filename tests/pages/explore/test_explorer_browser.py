@@ -11,7 +11,6 @@ from locater import TokenProcess
 from locater.theory import entropy_lower_bound, moments, normal_spectrum
 from timing import least
 
-pytest.importorskip("plotly", reason="no plotly: pip install 'locater[report]'")
 pytest_plugins = ["browser"]
 
 

@@ -10,7 +10,6 @@ from locater import TokenProcess, rho
 from locater.figures import _paper
 from locater.theory import moments, normal_spectrum, regime, regime_map, regime_map_at, simulate
 
-pytest.importorskip("plotly", reason="no plotly: pip install 'locater[report]'")
 pytest_plugins = ["browser"]
 
 

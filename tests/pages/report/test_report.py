@@ -32,6 +32,7 @@ from locater.lab.claims import claims, seed_spread
 from locater.lab.claims.series import read_sweep
 from locater.measure.alarms import alarms_of
 from locater.measure.logs import read_log
+from locater.pages import _page
 from locater.pages.report import LARGEST, report
 from locater.pages.report._numbers import averaged, centres, chosen, packed, rounded
 
@@ -362,23 +363,13 @@ def test_the_policy_lets_only_the_pages_own_scripts_run_and_nothing_be_fetched(t
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", script)
 
 
-def test_plotly_is_cut_to_the_traces_of_pages_and_another_build_of_it_is_left_as_it_comes():
-    from plotly.offline import get_plotlyjs
-
-    from locater.pages._plotly import TRACES, lean
-
-    source = get_plotlyjs()
-    made = lean(source)
-    assert len(made) < 0.3 * len(source)
-    assert made.startswith(source[: source.index("*/")])  # its licence
-    assert set(re.findall(r'moduleType:"trace",name:"(\w+)"', made)) == {"scatter", *TRACES}
-    for other in (
-        source.replace("{exports:{}}", "{exports: {}}"),
-        source.replace('name:"heatmap"', 'name:"map"'),
-        source.replace(".register([", ".enter(["),
-    ):
-        assert other != source
-        assert lean(other) == other
+def test_plotly_has_only_the_traces_of_pages_and_its_licence_beside_it():
+    folder = Path(_page.__file__).parent / "plotly"
+    source = (folder / "plotly.min.js").read_text()
+    assert set(re.findall(r'moduleType:"trace",name:"(\w+)"', source)) == {"scatter", "heatmap"}
+    version = re.match(r"/\*! plotly\.js ([\d.]+),", source)[1]
+    assert f"plotly.js {version} (MIT)" in (folder / "LICENSE.txt").read_text()
+    assert f"plotly.js@{version}" in (folder / "README.md").read_text()
 
 
 # ---------------------------------------------------------------------- bad input
@@ -528,24 +519,6 @@ def test_records_of_another_shape_are_counted_not_fatal(tmp_path):
         assert f"1 record has no {name} that can be read" in section["notes"]
     scale = unpacked(section["curves"]["scale"])[..., 0]
     assert np.isnan(scale).sum() == 1
-
-
-def test_without_plotly_the_extra_is_named(tmp_path, monkeypatch, capsys):
-    import importlib
-
-    from locater.pages import _plotly
-
-    real = importlib.import_module
-
-    def without(name, *rest):
-        if name.startswith("plotly"):
-            raise ModuleNotFoundError("No module named 'plotly'", name="plotly")
-        return real(name, *rest)
-
-    _plotly.plotly.cache_clear()
-    monkeypatch.setattr(importlib, "import_module", without)
-    assert run(write_scan(tmp_path / "scan.json"), "--out", tmp_path / "report.html") == 2
-    assert "locater[report]" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- from the commands themselves

@@ -6,8 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from locater.io import write_file
-from locater.pages._page import UNPACK, head, put, script_hash
-from locater.pages._plotly import plotly
+from locater.pages._page import UNPACK, head, plotly, put, script_hash
 
 __all__ = ["explorer_page", "write_explorer"]
 

@@ -13,8 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 from locater import __version__
-from locater.pages._page import UNPACK, head, inert, put, script_hash
-from locater.pages._plotly import plotly
+from locater.pages._page import UNPACK, head, inert, plotly, put, script_hash
 
 __all__ = ["SCRIPTS", "page"]
 
