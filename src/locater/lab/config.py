@@ -126,7 +126,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: str | None = None  # a folder, wikitext-2, enwik8, or None: the embedded corpus
     unit: str = "words"  # that a token is, or bytes
-    vocabulary: int | None = None  # keep that many most frequent words, the rest is <unk>; None keeps all
+    vocabulary: int | None = None  # keep that many most frequent words, the rest is `<unk>`; None keeps all
     batch: int = 64  # B, blocks of T tokens an update
     steps: int = 50_000
     warmup: int = 0  # steps in which the learning rate rises to what it is

@@ -124,17 +124,14 @@ def scan(
 ) -> pd.DataFrame:
     """A row for every query head of a live model, a checkpoint on disk, or a hub id (organisation/model@revision).
 
-    offset
-        under RoPE, the position of the key minus that of the query (0 or negative for causal attention)
-    average_offsets
-        instead, W_QK averaged over that many offsets from 0 down
-    fold_norm
-        fold the gain (and centring) of the norm before attention into W_Q and W_K, where there is one
-    covariance
-        Σ of the states that enter attention, (d_model, d_model), or one for each module by name
-        (`locater.models.covariances` estimates them); the identity if not given
-    tokens
-        length of the random walk for which `regime` and `rho_*` are computed
+    Args:
+        offset: Under RoPE, the position of the key minus that of the query (0 or negative for causal attention).
+        average_offsets: Instead, W_QK averaged over that many offsets from 0 down.
+        fold_norm: Fold the gain (and centring) of the norm before attention into W_Q and W_K, where there is one.
+        covariance: Σ of the states that enter attention, (d_model, d_model), or one for each module by name
+            (`locater.models.covariances` estimates them); the identity if not given.
+        tokens: Length of the random walk for which `regime` and `rho_*` are computed.
+        progress: Called with each attention module that is done.
 
     The columns: module, kind (self, cross, encoder, decoder), layer, head, key_head, d_head, d_model, logit_scale;
     trace tr W_QK, scale tr(W_QKᵀW_QK), trace_square tr W_QK²; xi = trace/√scale, eta = √scale · logit_scale,

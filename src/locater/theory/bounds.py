@@ -54,13 +54,12 @@ def trace_bound(eigenvalues: ArrayLike) -> Chain:
 
 
 def rank_bound(w_qk: ArrayLike, covariance: ArrayLike, form: str = "frobenius") -> Chain:
-    """(7), for any W_QK.
+    """(7), for any W_QK, in one of these forms:
 
-    form
-        frobenius  |tr W|/(√d ‖Σ‖₂) ≤ ‖W_QK‖_F ≤ Σ|entries|
-        spectral   |tr W|/(d ‖Σ‖₂) ≤ ‖W_QK‖₂ ≤ ‖W_QK‖_F
-        printed    |tr W|/(√d ‖Σ‖₂) ≤ ‖W_QK‖₂ ≤ ‖W_QK‖_F ≤ ‖W_QK‖₁, with Dong et al.'s induced 1-norm: neither
-                   the first nor the last step holds in general
+    - `frobenius`: |tr W|/(√d ‖Σ‖₂) ≤ ‖W_QK‖_F ≤ Σ|entries|
+    - `spectral`: |tr W|/(d ‖Σ‖₂) ≤ ‖W_QK‖₂ ≤ ‖W_QK‖_F
+    - `printed`: |tr W|/(√d ‖Σ‖₂) ≤ ‖W_QK‖₂ ≤ ‖W_QK‖_F ≤ ‖W_QK‖₁, with Dong et al.'s induced 1-norm: neither the first
+      nor the last step holds in general
     """
     check.one_of("form", form, ("frobenius", "spectral", "printed"))
     w, unit = _in_units(check.square("w_qk", w_qk))
@@ -84,13 +83,12 @@ def rank_bound(w_qk: ArrayLike, covariance: ArrayLike, form: str = "frobenius") 
 
 
 def scale_bound(w_qk: ArrayLike, covariance: ArrayLike, form: str = "trace") -> Chain:
-    """(10), for any W_QK, with the scale tr(W_QK Σ W_QKᵀ Σ), which is tr W² where W_QK is symmetric.
+    """(10), for any W_QK, with the scale tr(W_QK Σ W_QKᵀ Σ), which is tr W² where W_QK is symmetric:
 
-    form
-        trace     |tr W_QK| ≤ ‖Σ⁻¹‖_F √scale
-        spectral  ‖W_QK‖₂ ≤ ‖Σ⁻¹‖₂ √scale
-        printed   ‖W_QK‖₂ ≤ |tr W_QK| ≤ ‖Σ⁻¹‖_F √tr W²: the first step needs a symmetric W_QK that is
-                  semidefinite, the second a symmetric one
+    - `trace`: |tr W_QK| ≤ ‖Σ⁻¹‖_F √scale
+    - `spectral`: ‖W_QK‖₂ ≤ ‖Σ⁻¹‖₂ √scale
+    - `printed`: ‖W_QK‖₂ ≤ |tr W_QK| ≤ ‖Σ⁻¹‖_F √tr W²: the first step needs a symmetric W_QK that is semidefinite, the
+      second a symmetric one
     """
     check.one_of("form", form, ("trace", "spectral", "printed"))
     w, unit = _in_units(check.square("w_qk", w_qk))

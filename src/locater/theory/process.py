@@ -25,9 +25,9 @@ class TokenProcess:
 
     The law of ρ_i depends on K through three numbers (0-based arrays over i below):
 
-        centred_variance  s_i = K_ii − (2/T) Σ_j K_ij + (1/T²) Σ_jk K_jk   of x_i − x̄
-        query_covariance  c_i = K_iT − (1/T) Σ_j K_jT                      of x_i − x̄ with x_T
-        query_variance    k   = K_TT                                       of x_T
+    - `centred_variance`: s_i = K_ii − (2/T) Σ_j K_ij + (1/T²) Σ_jk K_jk, of x_i − x̄
+    - `query_covariance`: c_i = K_iT − (1/T) Σ_j K_jT, of x_i − x̄ with x_T
+    - `query_variance`: k = K_TT, of x_T
     """
 
     def __init__(self, position_covariance: ArrayLike) -> None:

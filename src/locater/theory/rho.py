@@ -57,20 +57,24 @@ def rho(
     ρ_i is the probability that token i is on the slope of the paper's piecewise linear softmax, 0 ≤ z_i ≤ 1; softmax
     itself can look elsewhere.
 
-    `spectrum` is either the eigenvalues of W = W_QK Σ of a symmetric W_QK, (..., d), or a `QK`, symmetric
-    or not, with the feature covariance Σ as `covariance` (the identity if not given). Leading
-    dimensions are heads. `temperature` is λ, commonly √d.
+    Args:
+        spectrum: The eigenvalues of W = W_QK Σ of a symmetric W_QK, (..., d), or a `QK`, symmetric or not. Leading
+            dimensions are heads.
+        process: How tokens depend on each other.
+        temperature: λ, commonly √d.
+        method: How ρ is computed.
 
-    method
-        exact       the distribution of z_i by inverting its characteristic function: no Gaussian or large-T
-                    approximation. Absolute error at most 1e-6, for any number of eigenvalues (one included),
-                    any sign, any scale, any T: the quadrature's nodes are doubled until two sums differ by
-                    less than 1e-9, and a form that does not settle raises an error instead
-                    (see `locater.theory.quadratic`).
-        gaussian    a normal law with the exact finite-T moments
-        asymptotic  Eq. (6) with the right variance: large T and d, the random walk only
-        printed     Eq. (6) as printed in the paper, whose variance is wrong
-        montecarlo  the share of `samples` simulated sequences, from `seed`; standard error √(ρ(1−ρ)/samples)
+            - `exact`: the distribution of z_i by inverting its characteristic function: no Gaussian or large-T
+              approximation. Absolute error at most 1e-6, for any number of eigenvalues (one included), any sign, any
+              scale, any T: the quadrature's nodes are doubled until two sums differ by less than 1e-9, and a form that
+              does not settle raises an error instead (see `locater.theory.quadratic`).
+            - `gaussian`: a normal law with the exact finite-T moments
+            - `asymptotic`: Eq. (6) with the right variance: large T and d, the random walk only
+            - `printed`: Eq. (6) as printed in the paper, whose variance is wrong
+            - `montecarlo`: the share of simulated sequences; standard error √(ρ(1−ρ)/samples)
+        covariance: Σ of the features, with a `QK`; the identity if not given.
+        samples: How many sequences `montecarlo` simulates.
+        seed: What it draws them from.
     """
     check.one_of("method", method, METHODS)
     temperature = check.positive("temperature", temperature)
@@ -94,15 +98,12 @@ def moments(
     *,
     covariance: ArrayLike | None = None,
 ) -> Moments:
-    """Mean and variance of z_i (Lemma 1), with the arguments of `rho`.
+    """Mean and variance of z_i (Lemma 1), with the arguments of `rho`. The forms:
 
-    form
-        exact       at every T, for every process and asymmetric W_QK:
-                    μ_i = 1/T + c_i tr W/(λT),
-                    v_i = [s_i k tr(W_QK Σ W_QKᵀ Σ) + c_i² tr W²]/(λT)²
-        asymptotic  T → ∞ for the random walk: (θ − ½) tr W/λ and, for symmetric W_QK,
-                    (2θ² − 2θ + 7/12) tr W²/λ²
-        printed     Lemma 1 as printed: variance (2θ² + 7/12) tr W²/λ², W_QK replaced by its symmetric part
+    - `exact`: at every T, for every process and asymmetric W_QK: μ_i = 1/T + c_i tr W/(λT),
+      v_i = [s_i k tr(W_QK Σ W_QKᵀ Σ) + c_i² tr W²]/(λT)²
+    - `asymptotic`: T → ∞ for the random walk: (θ − ½) tr W/λ and, for symmetric W_QK, (2θ² − 2θ + 7/12) tr W²/λ²
+    - `printed`: Lemma 1 as printed: variance (2θ² + 7/12) tr W²/λ², W_QK replaced by its symmetric part
     """
     check.one_of("form", form, ("exact", "asymptotic", "printed"))
     temperature = check.positive("temperature", temperature)

@@ -65,7 +65,7 @@ class Corpus:
         """Inputs and targets of these blocks, (B, T) each; index −1 is an empty block, to fill up a last batch.
 
         Blocks cut the stream as fairseq's sample_break_mode none does: the input beside a target is the token before
-        it, across the block's edge too, and </s> before the first of all. Where a block is short, both are <pad>.
+        it, across the block's edge too, and `</s>` before the first of all. Where a block is short, both are `<pad>`.
         """
         stream, blocks = self._stream(split), self.blocks(split, tokens)
         chosen = np.asarray(indices)  # (B,)
@@ -94,25 +94,26 @@ def load_corpus(
     vocabulary: int | None = None,
     cache: Path | None = None,
 ) -> Corpus:
-    """The streams of a text and its dictionary: <s>, <pad>, </s>, <unk>, then the words of train, frequent ones first.
+    """The streams of a text and its dictionary: `<s> <pad> </s> <unk>`, then the words of train, frequent ones first.
 
     Words of equal count stand in the order of their code points, and madeupword0000, … fill the dictionary up to a
-    multiple of 8. `vocabulary` keeps that many words besides these; what is not in the dictionary is <unk>.
+    multiple of 8.
 
-    `source` is
-      None        the embedded corpus, State of the Union addresses since 1790, in lower case (a small vocabulary is
-                  better spent on words than on beginnings of sentences); every twentieth address is valid, and every
-                  twentieth test, so that all three come from the same centuries
-      wikitext-2  from the folder wikitext-2 in $LOCATER_DATA, here, or in data; else from the Hugging Face hub
-      enwik8      bytes only: the file enwik8 or enwik8.gz, in the folder enwik8 of $LOCATER_DATA, here, or in data
-      a folder    with train, valid and test as .txt, .tokens or .raw, tokens between spaces
-      a file      bytes only, .gz or not: nine tenths are train, a twentieth valid, a twentieth test
+    Args:
+        source: Which text.
 
-    With the `unit` "bytes" a token is a byte, 4 + its value, whatever the file's encoding, and lines have no end of
-    their own; the dictionary is the same for all texts.
-
-    `cache` is a folder, by default $LOCATER_CACHE, then locater in $XDG_CACHE_HOME or ~/.cache. Where it cannot be
-    written, the streams are held in memory.
+            - None: the embedded corpus, State of the Union addresses since 1790, in lower case (a small vocabulary is
+              better spent on words than on beginnings of sentences); every twentieth address is valid, and every
+              twentieth test, so that all three come from the same centuries
+            - `wikitext-2`: the folder wikitext-2 in $LOCATER_DATA, here, or in data; else from the Hugging Face hub
+            - `enwik8`: bytes only, enwik8 or enwik8.gz, in the folder enwik8 of $LOCATER_DATA, here, or in data
+            - a folder: with train, valid and test as .txt, .tokens or .raw, tokens between spaces
+            - a file: bytes only, .gz or not: nine tenths are train, a twentieth valid, a twentieth test
+        unit: With "bytes" a token is a byte, 4 + its value, whatever the file's encoding, and lines have no end of
+            their own; the dictionary is the same for all texts.
+        vocabulary: Keeps that many words besides the first four; what is not in the dictionary is `<unk>`.
+        cache: A folder, by default $LOCATER_CACHE, then locater in $XDG_CACHE_HOME or ~/.cache. Where it cannot be
+            written, the streams are held in memory.
     """
     if vocabulary is not None:
         check_whole("vocabulary", vocabulary)
