@@ -38,19 +38,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("demo")(demo_command)
-app.command("rho")(rho_command)
-app.command("figure")(figure_command)
-app.command("study")(study_command)
-app.command("explore")(explore_command)
-app.command("scan")(scan_command)
-app.command("measure")(measure_command)
-app.command("report")(report_command)
-app.command("train")(train_command)
-app.command("sweep")(sweep_command)
-app.command("claims")(claims_command)
-app.command("presets")(presets_command)
-app.command("arena")(arena_command)
+for command in (
+    demo_command, rho_command, figure_command, study_command, explore_command, scan_command, measure_command,
+    report_command, train_command, sweep_command, claims_command, presets_command, arena_command,
+):  # fmt: skip
+    app.command(command.__name__.removesuffix("_command"))(command)
 
 _STOPPED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 

@@ -26,6 +26,7 @@ __all__ = [
     "OutOption",
     "RevisionOption",
     "SeedOption",
+    "check_file",
     "discard_output",
     "encode_what_can_be",
     "out",
@@ -52,12 +53,25 @@ def out() -> Console:
 
 @contextmanager
 def progress(what: str) -> Iterator[Any]:
-    """A bar on standard error that takes the share done; nothing where nobody watches."""
+    """A bar on standard error that takes the share done; nothing without a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=None)  # until the first share is told, a pulse
+        task = bar.add_task(what, total=None)  # until the first share is known, a pulse
         yield lambda share: bar.update(task, total=1.0, completed=share)
+
+
+def check_file(target: str | Path | None) -> None:
+    """Refuses, before the work, a file that could not be written after it; `-` is standard output."""
+    if target is None or target == "-":
+        return
+    path = Path(target)
+    if path.is_dir():
+        raise LocaterError(f"cannot write {path}: it is a folder; give a file in it")
+    if not path.absolute().parent.is_dir():
+        raise LocaterError(f"cannot write {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise LocaterError(f"cannot write {path}: permission denied")
 
 
 def write_json(target: str, value: Any) -> None:

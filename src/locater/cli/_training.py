@@ -17,6 +17,7 @@ from rich.text import Text
 
 from locater.cli import _terminal as terminal
 from locater.errors import LocaterError
+from locater.io import nulled
 
 if TYPE_CHECKING:
     from locater.lab import Config, Preset, Progress
@@ -100,17 +101,17 @@ def watching() -> Iterator[Any]:
     """A live table on a terminal, a line now and then elsewhere; takes the name of a group and its progress."""
     console = Console(stderr=True)
     seen: dict[str, Progress] = {}
-    told: dict[str, float] = {}
+    printed: dict[str, float] = {}  # when, by group
     if not console.is_terminal:
 
-        def tell(group: str, progress: Progress) -> None:
+        def report(group: str, progress: Progress) -> None:
             now = time.monotonic()
-            told.setdefault(group, now)
-            if progress.note or progress.done or now - told[group] > 30:
-                told[group] = now
+            printed.setdefault(group, now)
+            if progress.note or progress.done or now - printed[group] > 30:
+                printed[group] = now
                 print(f"{group}: {_line(progress)}", file=sys.stderr, flush=True)
 
-        yield tell
+        yield report
         return
     with Live(console=console, refresh_per_second=4, transient=True) as live:
 
@@ -167,10 +168,9 @@ def summary(folder: Path) -> list[dict[str, Any]]:
 
     from locater.lab import read_metrics
 
-    def finite(values: Any, reduce: Any = np.mean) -> float | None:
-        """Over layers and heads; None for a member that broke."""
-        value = float(reduce(np.asarray(values, dtype=float)))
-        return value if np.isfinite(value) else None
+    def mean(values: Any) -> float:
+        """Over layers and heads; NaN for a member that broke."""
+        return float(np.mean(np.asarray(values, dtype=float)))
 
     rows = []
     for name, records in read_metrics(folder).groupby("member", sort=False):
@@ -178,17 +178,17 @@ def summary(folder: Path) -> list[dict[str, Any]]:
         row = {
             "member": name,
             "steps": int(last["step"]),
-            "perplexity": finite(last["perplexity"]),
-            "best perplexity": finite(best.min()) if len(best) else None,
-            "trace": finite(last["trace"]),
-            "scale": finite(last["scale"]),
-            "entropy": finite(last["entropy"]),
-            "max logit": finite(last["max_logit"], np.max),
-            "rank residual": finite(last["rank_residual"][-1]),
+            "perplexity": mean(last["perplexity"]),
+            "best perplexity": mean(best.min()),
+            "trace": mean(last["trace"]),
+            "scale": mean(last["scale"]),
+            "entropy": mean(last["entropy"]),
+            "max logit": float(np.max(np.asarray(last["max_logit"], dtype=float))),
+            "rank residual": mean(last["rank_residual"][-1]),
         }
         if "broke_at" in records and records["broke_at"].notna().any():
             row["broke at"] = int(records["broke_at"].max())
-        rows.append(row)
+        rows.append(nulled(row))
     return rows
 
 

@@ -39,7 +39,7 @@ def arena_command(
     ] = None,
     seeds: Annotated[str | None, typer.Option("--seeds", metavar="I,J", help="These seeds.")] = None,
     tuned: Annotated[
-        bool | None, typer.Option("--tuned/--untuned", help="Other strengths besides the default, or it alone.")
+        bool | None, typer.Option("--tuned/--untuned", help="Other strengths besides the default, or only it.")
     ] = None,
     steps: StepsOption = None,
     settings: SetOption = None,
@@ -80,8 +80,8 @@ def arena_command(
     pictures = draw_arena(models, arena.about, arena.config.unit, folder)
     if json_file is not None:
         value: dict[str, Any] = {"arena": name, "config": arena.config.to_json(), "folder": str(folder)}
-        value |= {"models": _plain(models)}
-        terminal.write_json(json_file, value | {which: _plain(table) for which, table in tables.items()})
+        frames = {"models": models, **tables}
+        terminal.write_json(json_file, value | {key: nulled(frame.to_dict("records")) for key, frame in frames.items()})
     if json_file != "-":
         bits = arena.config.unit == "bytes"
         for which, table in tables.items():
@@ -134,9 +134,3 @@ def _for_people(table: pd.DataFrame, bits: bool) -> list[dict[str, Any]]:
 
 def _cell(value: float) -> float | str:
     return "none" if math.isnan(value) else "∞" if math.isinf(value) else value
-
-
-def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows for JSON: None where there is no finite number."""
-    rows: list[dict[str, Any]] = nulled(table.to_dict("records"))
-    return rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from locater.cli import _terminal as terminal
 from locater.cli import _training
 from locater.cli._terminal import JsonOption, OutOption, SeedOption
-from locater.io import writable_folder, write_file
+from locater.io import json_bytes, writable_folder, write_file
 
 if TYPE_CHECKING:
     from locater.lab import Config
@@ -152,5 +151,5 @@ def _write_report(out: Path, results: Sequence[dict[str, Any]], runs: Path) -> P
     """A page of the predictions and of the trained models."""
     from locater.pages.report import report
 
-    predictions = write_file(out / "predictions.json", (json.dumps({"spectra": list(results)}) + "\n").encode())
+    predictions = write_file(out / "predictions.json", json_bytes({"spectra": list(results)}) + b"\n")
     return report([predictions, runs]).write(out / "report.html")

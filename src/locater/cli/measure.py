@@ -47,7 +47,8 @@ def measure_command(
     from locater.measure.reading import alarms_since, read
 
     words = _text(text)
-    _check_targets(plot, json_file)
+    terminal.check_file(json_file)
+    _check_folder(plot)
     with terminal.progress("reading") as progress:
         options: dict[str, Any] = {"revision": revision, "length": length, "batch": batch, "device": device}
         seen = read(model, words, progress=progress, source=str(text), predicting=predicting, **options)
@@ -70,7 +71,7 @@ def measure_command(
             print(path)
 
 
-# ---------------------------------------------------------------------- text and targets
+# ---------------------------------------------------------------------- text and folder
 
 
 def _text(path: Path) -> str:
@@ -86,16 +87,8 @@ def _text(path: Path) -> str:
     return text
 
 
-def _check_targets(plot: Path | None, json_file: str | None) -> None:
-    """Says before the work what would be in the way after it; makes nothing."""
-    if json_file not in (None, "-"):
-        target = Path(str(json_file))
-        if not target.parent.is_dir():
-            raise LocaterError(f"cannot write {target}: there is no folder {target.parent}")
-        if target.is_dir():
-            raise LocaterError(f"cannot write {target}: it is a folder")
-        if not os.access(target if target.exists() else target.parent, os.W_OK):
-            raise LocaterError(f"cannot write {target}: permission denied")
+def _check_folder(plot: Path | None) -> None:
+    """Refuses, before the work, a folder that could not be written after it; makes nothing."""
     if plot is not None:
         there = next(folder for folder in (plot, *plot.absolute().parents) if folder.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):

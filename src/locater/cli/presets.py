@@ -9,7 +9,7 @@ __all__ = ["presets_command"]
 
 
 def presets_command(json_file: JsonOption = None) -> None:
-    """What `train` and `sweep` can be told to do."""
+    """List what `train` and `sweep` know by name."""
     from locater.lab import PRESETS
 
     if json_file is not None:

@@ -9,7 +9,6 @@ import typer
 
 from locater.cli import _terminal as terminal
 from locater.cli._terminal import JsonOption
-from locater.errors import LocaterError
 
 __all__ = ["report_command"]
 
@@ -31,10 +30,7 @@ def report_command(
     """Write one page, complete in itself, with interactive plots of sweeps, scans and measurements."""
     from locater.pages.report import report
 
-    if out.is_dir():
-        raise LocaterError(f"cannot write {out}: it is a folder; give a file, as in --out {out / 'report.html'}")
-    if not out.absolute().parent.is_dir():
-        raise LocaterError(f"cannot write {out}: there is no folder {out.parent}")
+    terminal.check_file(out)
     with terminal.progress("reading"):
         made = report(paths, seeds_from=seeds_from)
     made.write(out)

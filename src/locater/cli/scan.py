@@ -10,7 +10,6 @@ from rich.box import SIMPLE_HEAD
 
 from locater.cli import _terminal as terminal
 from locater.cli._terminal import JsonOption, RevisionOption
-from locater.errors import LocaterError
 from locater.io import writable_folder, write_file
 
 __all__ = ["scan_command"]
@@ -39,9 +38,8 @@ def scan_command(
 
     if plot is not None:
         writable_folder(plot)
-    for target in (csv, None if json_file in (None, "-") else Path(str(json_file))):
-        if target is not None and not target.parent.is_dir():
-            raise LocaterError(f"cannot write {target}: there is no folder {target.parent}")
+    terminal.check_file(csv)
+    terminal.check_file(json_file)
     checkpoint = open_checkpoint(model, revision=revision)
     options: dict[str, Any] = {"offset": offset, "average_offsets": average_offsets}
     options |= {"fold_norm": fold_norm, "tokens": tokens}

@@ -7,46 +7,31 @@ from typing import Annotated
 
 import typer
 
+from locater.cli import _training as training
 from locater.cli._terminal import JsonOption
-from locater.cli._training import (
-    DataOption,
-    DecayOption,
-    DeviceOption,
-    FolderOption,
-    Kappa1Option,
-    PrecisionOption,
-    PresetArgument,
-    RateOption,
-    SetOption,
-    StepsOption,
-    configured,
-    kappa,
-    show_results,
-    watching,
-)
 from locater.errors import LocaterError
 
 __all__ = ["sweep_command"]
 
 
 def sweep_command(
-    preset: PresetArgument,
-    out: FolderOption = None,
-    data: DataOption = None,
+    preset: training.PresetArgument,
+    out: training.FolderOption = None,
+    data: training.DataOption = None,
     kappa_2: Annotated[
         str | None, typer.Option("--kappa-2", help="κ₂ as in the paper, and none, with commas between.")
     ] = None,
-    kappa_1: Kappa1Option = 100.0,
+    kappa_1: training.Kappa1Option = 100.0,
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between.")] = "0",
     readings: Annotated[
         str, typer.Option("--readings", help="Of the paper's objective: figures, trace-mean, scale-sum, printed.")
     ] = "figures",
-    learning_rate: RateOption = None,
-    decay: DecayOption = 0.01,
-    steps: StepsOption = None,
-    precision: PrecisionOption = None,
-    device: DeviceOption = None,
-    settings: SetOption = None,
+    learning_rate: training.RateOption = None,
+    decay: training.DecayOption = 0.01,
+    steps: training.StepsOption = None,
+    precision: training.PrecisionOption = None,
+    device: training.DeviceOption = None,
+    settings: training.SetOption = None,
     group_size: Annotated[int, typer.Option(help="How many members to train stacked.")] = 24,
     engine: Annotated[str, typer.Option(help="local, or ray.")] = "local",
     address: Annotated[str | None, typer.Option(help="Of a Ray cluster, as ray://HOST:10001 or HOST:6379.")] = None,
@@ -55,8 +40,8 @@ def sweep_command(
     """Train a model for every κ₂ and seed, stacked; go on with what the folder holds."""
     from locater.lab import members_for, sweep
 
-    chosen, config = configured(preset, data, steps, precision, settings)
-    kappas = chosen.kappas if kappa_2 is None else tuple(kappa(word) for word in _words("--kappa-2", kappa_2))
+    chosen, config = training.configured(preset, data, steps, precision, settings)
+    kappas = chosen.kappas if kappa_2 is None else tuple(training.kappa(word) for word in _words("--kappa-2", kappa_2))
     numbers = [_whole("--seeds", word) for word in _words("--seeds", seeds)]
     members = []
     for i, reading in enumerate(_words("--readings", readings)):
@@ -72,7 +57,7 @@ def sweep_command(
             reading=reading,
         )
     folder = out or Path("runs") / preset
-    with watching() as watch:
+    with training.watching() as watch:
         sweep(
             config,
             members,
@@ -84,7 +69,7 @@ def sweep_command(
             watch=watch,
             about={"preset": preset},
         )
-    show_results(folder, json_file)
+    training.show_results(folder, json_file)
 
 
 def _words(option: str, value: str) -> list[str]:
