@@ -112,7 +112,7 @@ def test_under_rotary_positions_the_trace_is_left_alone_unless_a_target_is_given
                 assert (new.scale() < old.scale()).all()
 
 
-def test_what_has_grown_is_pressed_back():
+def test_what_has_grown_is_shrunk_back():
     torch.manual_seed(0)
     model = build("gpt2")
     reg = DecoupledLocAteR(model)

@@ -222,7 +222,7 @@ def test_the_python_of_the_page_runs():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_a_method_remembers_is_in_its_state_and_goes_on_from_there(name):
-    """Besides the model's own state: LocAteR's step, and what the decoupled form takes for an ordinary scale."""
+    """Besides the model's own state: LocAteR's step, and what the decoupled form takes for a baseline."""
     model = ready("llama")
     handle = METHODS[name]().apply(model, optimizer_of(model))
     state = handle.state_dict()

@@ -283,7 +283,7 @@ def test_evaluation_reads_no_call(family, monkeypatch):
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_an_observer_and_two_methods_overhear_one_module(inside):
+def test_an_observer_and_two_methods_intercept_one_module(inside):
     model, given = ready("gptj"), batch("gptj")
     expected, _ = by_definition(model, given)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

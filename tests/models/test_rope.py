@@ -28,7 +28,7 @@ def grams(width, seed=0):
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_the_mean_over_turns_is_that_of_turns(kind):
+def test_the_mean_over_rotations_is_that_of_rotations(kind):
     rope, width = ROPES[kind]
     gram = grams(width)[0]
     turns = all_rotations(rope, torch.eye(width, dtype=torch.float64))[:, None]

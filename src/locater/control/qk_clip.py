@@ -69,9 +69,11 @@ class QKClip(Method):
         for place in found:
             if place.name in heads:
                 by_module[id(place.module)] = heads[place.name]
-        deaf = sorted(heads.keys() - {one.attention.module for one in by_module.values()})
-        if deaf:
-            raise LocaterError(f"QK-clip cannot hear the logits of {deaf[0]}: its attention is computed elsewhere")
+        not_hooked = sorted(heads.keys() - {one.attention.module for one in by_module.values()})
+        if not_hooked:
+            raise LocaterError(
+                f"QK-clip cannot intercept the logits of {not_hooked[0]}: its attention is computed elsewhere"
+            )
 
         around_step(optimizer, undo, after=lambda: self._clip(list(heads.values())))
 

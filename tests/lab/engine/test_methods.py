@@ -291,23 +291,23 @@ def test_no_pull_however_strong_carries_the_trace_past_its_target(seed, exponent
     assert (after.abs() <= before.abs() * (1 + 1e-9)).all()
 
 
-def test_beside_an_ordinary_scale_a_trace_is_raised_and_not_lowered():
+def test_beside_a_baseline_a_trace_is_raised_and_not_lowered():
     qk, step = factors(0), torch.tensor(0.01, dtype=torch.float64)
     for target, moves in ((qk.trace() - 1, False), (qk.trace() + 1, True)):
         found = QK(*decoupled_step(qk, step, step, target, baseline=qk.scale()))
         assert (found.trace() > qk.trace()).all() if moves else torch.equal(found.dense(), qk.dense())
 
 
-def test_beside_an_ordinary_scale_a_head_is_pressed_by_how_far_it_has_grown():
+def test_beside_a_baseline_a_head_is_shrunk_by_how_far_it_has_grown():
     qk, step = factors(0), torch.tensor(0.01, dtype=torch.float64)
     target = qk.trace()  # so that nothing pulls
-    for ordinary, share in ((qk.scale(), 0.0), (qk.scale() / 1.5, 0.5), (qk.scale() / 9, 1.0)):
+    for baseline, share in ((qk.scale(), 0.0), (qk.scale() / 1.5, 0.5), (qk.scale() / 9, 1.0)):
         expected = decoupled_step(qk, share * step, step, target)
-        for found, other in zip(decoupled_step(qk, step, step, target, ordinary), expected, strict=True):
+        for found, other in zip(decoupled_step(qk, step, step, target, baseline), expected, strict=True):
             torch.testing.assert_close(found, other)
 
 
-def test_an_ordinary_scale_is_the_first_or_that_of_logits_of_a_third_of_a_standard_deviation_and_grows():
+def test_a_baseline_is_the_initial_scale_or_that_of_logits_of_a_third_of_a_standard_deviation_and_grows():
     first, width = torch.tensor([0.0, 3.0, 70.0]), 64
     assert baseline_scale(first, width**-0.5).tolist() == [8.0, 8.0, 70.0]
     assert baseline_scale(first, width**-0.5, 250).tolist() == [8.0, 8.0, 70.0]
@@ -323,7 +323,7 @@ def test_an_ordinary_scale_is_the_first_or_that_of_logits_of_a_third_of_a_standa
 
 @pytest.mark.parametrize("turning", [False, True])
 @pytest.mark.parametrize("centred", [False, True])
-def test_the_scale_that_tokens_meet_is_the_variance_of_what_a_head_compares(centred, turning):
+def test_the_effective_scale_is_the_variance_of_what_a_head_compares(centred, turning):
     """E[(q · k)²] of independent tokens, made by the norm and the projections themselves; what all keys share is left
     out where nothing turns them, and where something does, it is the largest that turns can make it."""
     random = torch.Generator().manual_seed(0)
@@ -356,20 +356,20 @@ def test_what_is_within_the_limit_stays_and_the_rest_is_shrunk_to_it(moves, shar
         torch.testing.assert_close(after, growth.clamp(max=3.0))
     assert moves[0] or torch.equal(f_q, torch.ones_like(f_q))
     assert moves[1] or torch.equal(f_k, torch.ones_like(f_k))
-    assert limit_factors(growth, 0.0)[0].tolist() == [[1.0] * 5]  # lets go
+    assert limit_factors(growth, 0.0)[0].tolist() == [[1.0] * 5]  # released
 
 
 @pytest.mark.parametrize("positions", ["sines", "rotary"])
 def test_no_learning_rate_carries_a_scale_or_a_logit_beyond_its_limit(corpus, positions):
-    """The scale that tokens meet is at most three times the ordinary one; and as it is a squared Frobenius norm, and a
+    """The effective scale is at most three baselines; and as it is a squared Frobenius norm, and a
     token that LayerNorm has divided is √D long, no logit differs from another of its query by more than twice
-    √(3 ordinary · D (D + 1) / K). Where positions are rotary the keys' common part counts as the queries' does, and the
+    √(3 baseline · D (D + 1) / K). Where positions are rotary the keys' common part counts as the queries' does, and the
     scale is the largest at any distance."""
     stack = stack_of("locater-auto", corpus, Member("wild", learning_rate=1.0, strength=3.0), positions=positions)
     width, d = stack.config.model.head_width, stack.config.model.width
-    ordinary = baseline_scale(stack.method.state()["first"][0, ..., 1].clone(), width**-0.5)  # (L, H)
+    baseline = baseline_scale(stack.method.state()["first"][0, ..., 1].clone(), width**-0.5)  # (L, H)
     rope = rope_of(stack.config.model, torch.device("cpu"))
-    most = (3 * ordinary * (d if rope is None else d + 1) * (d + 1) / width).sqrt()
+    most = (3 * baseline * (d if rope is None else d + 1) * (d + 1) / width).sqrt()
     reached = torch.zeros_like(most)
     for step in range(10):
         stack.advance()
@@ -380,7 +380,7 @@ def test_no_learning_rate_carries_a_scale_or_a_logit_beyond_its_limit(corpus, po
             b_q, b_k, _ = values[at + "qkv.bias"][0].unflatten(0, (3, 2, -1)).unbind(0)
             norm = Norm(values[at + "attention_norm.weight"][0], 0.0, True, values[at + "attention_norm.bias"][0])
             scale = Heads(QK(w_q, w_k), width**-0.5, (b_q, b_k), norm, rope).effective_scale()
-            assert (scale <= 3 * ordinary[layer] * (1 + 1e-4)).all()
+            assert (scale <= 3 * baseline[layer] * (1 + 1e-4)).all()
             logits = q @ k.mT / width**0.5
             spread = (logits.amax(-1) - logits.amin(-1)).amax((0, 1, 3))  # over batch and queries, a head
             assert (spread <= 2 * most[layer] * (1 + 1e-4)).all()
@@ -428,7 +428,7 @@ def test_a_clipped_gradient_has_at_most_the_norm(corpus):
     assert norms[1] == pytest.approx(1e-3, rel=1e-4)
 
 
-def test_methods_let_go_in_the_last_part_of_training(corpus):
+def test_methods_are_released_in_the_last_part_of_training(corpus):
     stack = stack_of("locater-auto", corpus, steps=20, release=0.25)
     holds = []
     for step in range(20):
