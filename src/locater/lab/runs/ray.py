@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["run_on_cluster"]
 
-_LOOK_EVERY = 0.5  # seconds, for news of the groups
-_ANSWER_WITHIN = 10.0  # seconds, for whoever listens at an address
+_POLL_EVERY = 0.5  # seconds, for progress of the groups
+_ANSWER_WITHIN = 10.0  # seconds, for the server at an address
 _STOP_WITHIN = 60.0  # seconds, for the groups to write their checkpoints after Ctrl-C
 _DEATHS = 4  # of a group's workers without a new checkpoint; then it is the group, not the cluster
 _OBJECT_STORE = 100 * 2**20  # bytes, of a cluster started here: nothing large goes through it
@@ -70,11 +70,11 @@ def _connection(ray: ModuleType, address: str | None) -> Iterator[None]:
     if address == "local":
         settings |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE}
     elif address != "auto":
-        _check_ray_answers(address)  # Ray itself would go on trying for minutes
+        _check_ray_answers(address)
     try:
         try:
             ray.init(address, **settings)
-        except Exception as error:  # what Ray says has many classes
+        except Exception as error:  # Ray raises many classes
             what = "cannot start Ray here" if address == "local" else f"cannot connect to a Ray cluster at {address}"
             raise LocaterError(f"{what}: {reason(error)}") from error
         yield
@@ -83,7 +83,11 @@ def _connection(ray: ModuleType, address: str | None) -> Iterator[None]:
 
 
 def _check_ray_answers(address: str) -> None:
-    """By the first words of HTTP/2, which Ray speaks: its dashboard, say, on the port beside does not."""
+    """By the first frame of HTTP/2, which Ray's server speaks and its dashboard, on the next port, does not.
+
+    Ray itself tries for minutes, and where its settings shorten that (RAY_gcs_rpc_server_reconnect_timeout_s) it ends
+    the process instead of raising.
+    """
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise LocaterError(f"the address of a Ray cluster is host:port, or auto, got {address!r}")
@@ -138,15 +142,15 @@ class _Driver:
         self._running: dict[Any, Group] = {}  # by the reference to the result
         self._deaths: dict[str, Counter[int]] = {group.name: Counter() for group in plan.groups}  # by checkpoint
         self._failed: dict[str, str] = {}  # and why
-        self._traceback: Exception | None = None  # of one of them, for whoever looks for a bug
+        self._traceback: Exception | None = None  # of one of them, for --traceback
 
     def run(self) -> None:
         try:
             for group in self.plan.groups:
                 self._send(group)
             while self._running:
-                done, _ = self.ray.wait(list(self._running), timeout=_LOOK_EVERY)
-                self._tell()
+                done, _ = self.ray.wait(list(self._running), timeout=_POLL_EVERY)
+                self._report()
                 for result in done:
                     self._collect(result, self._running.pop(result))
         except BaseException:
@@ -183,10 +187,10 @@ class _Driver:
         self.watch(group.name, Progress(reached, self.plan.config.steps, 0.0, math.inf, {}, {}, {}, note))
         self._send(group)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Passes on what the groups reported; without the board there is nothing to see, and the training goes on."""
         self._asked = self._asked or self._board.take.remote()
-        if not self.ray.wait([self._asked], timeout=_LOOK_EVERY)[0]:
+        if not self.ray.wait([self._asked], timeout=_POLL_EVERY)[0]:
             return
         asked, self._asked = self._asked, None
         try:
@@ -195,7 +199,7 @@ class _Driver:
             return
         running = {group.name for group in self._running.values()}
         for name, progress in news:
-            if name in running:  # of the others the last word is known
+            if name in running:  # the others have given their last progress
                 self.watch(name, progress)
 
     def _stop(self) -> None:
