@@ -27,7 +27,7 @@ PAGES = {  # in the repository → on the site
 }
 SHOWN = (".png", ".svg", ".json", ".gz", ".csv", ".md")  # of a folder in results/
 EXPLORER = "explorer.html"
-ALONE = ("index.md", "idea.md", "tutorial.md")  # pages without neighbours in a section
+WITHOUT_NAVIGATION = ("index.md", "idea.md", "tutorial.md")  # pages that are a section by themselves
 
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)((?:\s+\"[^\"]*\")?\))")
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", flags=re.DOTALL | re.MULTILINE)
@@ -54,7 +54,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         before, target, after = found.groups()
         return before + _led(target, here, page.file.src_uri, config, files) + after
 
-    if page.file.src_uri in ALONE:
+    if page.file.src_uri in WITHOUT_NAVIGATION:
         page.meta["hide"] = ["navigation"]
     parts = CODE.split(markdown)
     markdown = "".join(part if i % 2 else LINK.sub(led, part) for i, part in enumerate(parts))
@@ -89,27 +89,27 @@ def _led(target: str, here: str, page: str, config: MkDocsConfig, files: Files) 
     if re.match(r"[a-z]+:|#|/", target):
         return target
     path, hash_, anchor = target.partition("#")
-    place = os.path.normpath(os.path.join(os.path.dirname(here), unquote(path))).replace(os.sep, "/")
-    if place.startswith(".."):
+    source = os.path.normpath(os.path.join(os.path.dirname(here), unquote(path))).replace(os.sep, "/")
+    if source.startswith(".."):
         raise PluginError(f"{here}: the link {target} leaves the repository")
-    if not (ROOT / place).exists():
+    if not (ROOT / source).exists():
         return target  # mkdocs complains of it, or it is made here
-    return os.path.relpath(_on_site(place, config, files), os.path.dirname(page) or ".") + hash_ + anchor
+    return os.path.relpath(_on_site(source, config, files), os.path.dirname(page) or ".") + hash_ + anchor
 
 
-def _on_site(place: str, config: MkDocsConfig, files: Files) -> str:
-    """The page or file of the site that shows a place in the repository."""
-    if place in PAGES:
-        return PAGES[place]
-    if place.startswith("docs/"):
-        return place.removeprefix("docs/")
-    if any(place in (f"results/{run.name}", f"results/{run.name}/claims.md") for run in _runs()):
-        return f"runs/{place.split('/')[1]}.md"
-    if (ROOT / place).is_dir():
-        raise PluginError(f"the site has no page for the folder {place}: link to a file in it")
-    copy = f"repository/{place}" + ("" if Path(place).suffix in SHOWN else ".txt")  # for browsers to show
+def _on_site(source: str, config: MkDocsConfig, files: Files) -> str:
+    """The page or file of the site that shows a file or folder of the repository."""
+    if source in PAGES:
+        return PAGES[source]
+    if source.startswith("docs/"):
+        return source.removeprefix("docs/")
+    if any(source in (f"results/{run.name}", f"results/{run.name}/claims.md") for run in _runs()):
+        return f"runs/{source.split('/')[1]}.md"
+    if (ROOT / source).is_dir():
+        raise PluginError(f"the site has no page for the folder {source}: link to a file in it")
+    copy = f"repository/{source}" + ("" if Path(source).suffix in SHOWN else ".txt")  # for browsers to show
     if copy not in files.src_uris:
-        _put(files, config, copy, (ROOT / place).read_bytes())
+        _put(files, config, copy, (ROOT / source).read_bytes())
         files.src_uris[copy].copy_file(dirty=False)  # pages are being read: static files of before are listed already
     return copy
 

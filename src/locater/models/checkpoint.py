@@ -90,11 +90,11 @@ def open_checkpoint(path: str | Path, *, revision: str | None = None) -> Checkpo
     """
     if not isinstance(path, (str, Path)):
         raise LocaterError(f"expected a model, a path or a hub id, got {type(path).__name__}")
-    place = Path(path)
-    if place.exists():
+    local = Path(path)
+    if local.exists():
         if revision is not None:
             raise LocaterError(f"{path} is on this machine and has no revision {revision}: leave --revision out")
-        return _folder(place) if place.is_dir() else _file(place)
+        return _folder(local) if local.is_dir() else _file(local)
     name, _, tag = str(path).partition("@")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).parent.exists():
         if tag and revision is not None:

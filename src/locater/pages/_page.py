@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
@@ -90,15 +91,8 @@ def inert(value: Any) -> str:
 
 
 def put(template: str, parts: Mapping[str, str]) -> str:
-    """The template with each {{NAME}} replaced by the part of that name; what is put in is not looked into."""
-    made, *rest = template.split("{{")
-    unused = set(parts)
-    for piece in rest:
-        name, _, tail = piece.partition("}}")
-        if name not in parts:
-            raise LocaterError(f"the page has a place for {name!r:.40} and is given {', '.join(parts)}")
-        unused.discard(name)
-        made += parts[name] + tail
-    if unused:
-        raise LocaterError(f"the page has no place for {', '.join(sorted(unused))}")
-    return made
+    """The template with each {{NAME}} replaced by the part of that name; parts may hold {{…}} of their own."""
+    slots = re.findall(r"\{\{(\w+)\}\}", template)
+    if set(slots) != set(parts):
+        raise LocaterError(f"the page has slots for {', '.join(slots)} and is given {', '.join(parts)}")
+    return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], template)

@@ -79,11 +79,11 @@ def test_json_in_a_page_cannot_end_its_element():
     assert json.loads(text) == value
 
 
-def test_a_page_whose_places_and_parts_differ_is_not_made():
+def test_a_page_whose_slots_and_parts_differ_is_not_made():
     assert _pages.put("a {{ONE}} b {{TWO}}", {"ONE": "{{TWO}}", "TWO": "2"}) == "a {{TWO}} b 2"
-    with pytest.raises(LocaterError, match="a place for 'TWO'"):
+    with pytest.raises(LocaterError, match="slots for ONE, TWO and is given ONE$"):
         _pages.put("{{ONE}} {{TWO}}", {"ONE": ""})
-    with pytest.raises(LocaterError, match="no place for TWO"):
+    with pytest.raises(LocaterError, match="slots for ONE and is given ONE, TWO$"):
         _pages.put("{{ONE}}", {"ONE": "", "TWO": ""})
 
 

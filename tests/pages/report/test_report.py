@@ -503,7 +503,7 @@ def test_a_folder_below_that_cannot_be_read_is_passed_over_and_named(tmp_path, m
     monkeypatch.setattr(Path, "is_file", lambda path: refused(path) or is_file(path))
     made = report([tmp_path / "all"])
     assert len(made.sections) == 1
-    assert made.passed == [f"cannot look into {tmp_path / 'all' / 'secret'}: Permission denied"]
+    assert made.passed == [f"cannot read {tmp_path / 'all' / 'secret'}: Permission denied"]
 
 
 def test_records_of_another_shape_are_counted_not_fatal(tmp_path):

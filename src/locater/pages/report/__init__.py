@@ -26,7 +26,7 @@ class Report:
 
     html: str
     sections: list[dict[str, Any]]
-    passed: list[str]  # files in the given folders that are none of ours, with the reason
+    passed: list[str]  # files in the given folders that no command of ours wrote, with the reason
 
     def write(self, path: str | Path) -> Path:
         return write_file(Path(path), self.html.encode())
@@ -53,7 +53,7 @@ def report(paths: Sequence[str | Path], *, seeds_from: str | Path | None = None)
         if detail[largest] < 1 / 64:
             raise LocaterError(
                 f"a page of these would be larger than {LARGEST / 1e6:g} MB; give fewer at a time, "
-                f"{found[largest].path} alone"
+                f"{found[largest].path} by itself"
             )
         sections[largest] = makers[largest](detail[largest])
 

@@ -1,4 +1,4 @@
-"""What lies at a path: which of the kinds that commands write, with its content; damage is named, not hidden."""
+"""What is at a path: which of the kinds that commands write, with its content; damage is named, not hidden."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _folder(folder: Path, passed: list[str]) -> Iterator[Found]:
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:
-        raise LocaterError(f"cannot look into {folder}: {reason(error)}") from error
+        raise LocaterError(f"cannot read {folder}: {reason(error)}") from error
     runs = [folder] if (folder / "run.json").is_file() else []
     runs += [entry for entry in entries if _is_run(entry)]
     if (folder / "sweep.json").is_file() or (folder / "run.json").is_file():
@@ -93,7 +93,7 @@ def _folder(folder: Path, passed: list[str]) -> Iterator[Found]:
 def _is_run(entry: Path) -> bool:
     try:
         return (entry / "run.json").is_file()
-    except OSError:  # a folder that may not be looked into
+    except OSError:  # a folder that may not be read
         return False
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from locater.measure.alarms import Alarms
 from locater.pages.report._find import Found
 from locater.pages.report._measurement import alarm_rows
-from locater.pages.report._numbers import Array, array, chosen, number, packed, word
+from locater.pages.report._numbers import Array, array, chosen, number, packed, short
 from locater.pages.report._scan import modules_of
 
 __all__ = ["log_section"]
@@ -24,21 +24,21 @@ _NUMBERS = 400_000  # of each quantity, steps × modules × heads, at full detai
 def log_section(found: Found, detail: float) -> dict[str, Any]:
     rows = found.content
     notes = list(found.notes)
-    modules, place = modules_of(rows)
+    modules, index_of = modules_of(rows)
     steps = sorted({row["step"] for row in rows})
-    by_place = {(row["step"], place[word(row["module"])]): row for row in rows}
+    by_cell = {(row["step"], index_of[short(row["module"])]): row for row in rows}
     heads = max((len(row[name]) for row in rows for name in _HEADS if isinstance(row.get(name), list)), default=1)
     most = max(16, min(int(_STEPS * detail), int(_NUMBERS * detail / (len(modules) * heads))))
     kept = [steps[i] for i in chosen(len(steps), most)]
     if len(kept) < len(steps):
         notes.append(f"{len(kept)} of {len(steps)} logged steps are shown; alarms look at all of them")
     made = {
-        name: _of_heads(by_place, kept, len(modules), heads, name, str(found.path)) for name in _HEADS
+        name: _of_heads(by_cell, kept, len(modules), heads, name, str(found.path)) for name in _HEADS
     }  # (modules, heads, N)
     residual = np.full((len(modules), len(kept)), np.nan)
     for column, step in enumerate(kept):
         for index in range(len(modules)):
-            residual[index, column] = number(by_place.get((step, index), {}).get("rank_residual"))
+            residual[index, column] = number(by_cell.get((step, index), {}).get("rank_residual"))
     return {
         "kind": "log",
         "title": found.path.name,
@@ -57,12 +57,12 @@ def log_section(found: Found, detail: float) -> dict[str, Any]:
 
 
 def _of_heads(
-    by_place: Mapping[tuple[int, int], Any], steps: Sequence[int], modules: int, heads: int, name: str, path: str
+    by_cell: Mapping[tuple[int, int], Any], steps: Sequence[int], modules: int, heads: int, name: str, path: str
 ) -> Array:
     made = np.full((modules, heads, len(steps)), np.nan)
     for column, step in enumerate(steps):
         for index in range(modules):
-            value = by_place.get((step, index), {}).get(name)
+            value = by_cell.get((step, index), {}).get(name)
             if value is not None:
                 values = array(value, 1, f"{name} of step {step} in {path}")
                 made[index, : len(values), column] = values
@@ -75,6 +75,6 @@ def _alarms(rows: Sequence[Mapping[str, Any]], notes: list[str]) -> list[dict[st
     try:
         alarms.recall(rows)
     except (TypeError, ValueError) as error:  # lines of an older log, or damaged ones
-        notes.append(f"no alarms: {word(error)}")
+        notes.append(f"no alarms: {short(error)}")
         return None
     return alarm_rows([asdict(alarm) for alarm in alarms.raised])

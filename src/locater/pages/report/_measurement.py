@@ -10,7 +10,7 @@ import numpy as np
 
 from locater.errors import LocaterError
 from locater.pages.report._find import Found
-from locater.pages.report._numbers import Array, array, averaged, centres, number, packed, rounded, word
+from locater.pages.report._numbers import Array, array, averaged, centres, number, packed, rounded, short
 from locater.pages.report._scan import grid_of, modules_of
 
 __all__ = ["alarm_rows", "measurement_section"]
@@ -26,8 +26,8 @@ _BINS = 40
 def measurement_section(found: Found, detail: float) -> dict[str, Any]:
     content = found.content
     rows = content["heads"]
-    model = word(content.get("model")) or found.path.name
-    modules, place = modules_of(rows)
+    model = short(content.get("model")) or found.path.name
+    modules, index_of = modules_of(rows)
     notes = list(found.notes)
     most = max(16, min(int(_POSITIONS * detail), int(_NUMBERS * detail / len(rows))))
     names = [module["name"] for module in modules]
@@ -39,9 +39,9 @@ def measurement_section(found: Found, detail: float) -> dict[str, Any]:
         "facts": _facts(content, rows, modules),
         "notes": notes,
         "modules": modules,
-        "grid": grid_of(rows, place, found.path),
+        "grid": grid_of(rows, index_of, found.path),
         "columns": {name: rounded(values) for name, values in columns.items()},
-        "layers": _layers(content.get("layers"), place),
+        "layers": _layers(content.get("layers"), index_of),
         "entropy": _by_position(
             content.get("entropy_by_position"), names, "entropy_by_position", found.path, most, notes
         ),
@@ -62,13 +62,13 @@ def _facts(content: Mapping[str, Any], rows: Sequence[Any], modules: Sequence[An
     return facts
 
 
-def _layers(rows: Any, place: Mapping[str, int]) -> dict[str, Any] | None:
+def _layers(rows: Any, index_of: Mapping[str, int]) -> dict[str, Any] | None:
     """Of the tokens that enter each module, in the order of the modules."""
     if not isinstance(rows, list):
         return None
-    made: dict[str, Any] = {name: [None] * len(place) for name in _TOKENS}
+    made: dict[str, Any] = {name: [None] * len(index_of) for name in _TOKENS}
     for row in rows:
-        index = place.get(word(row.get("module"))) if isinstance(row, Mapping) else None
+        index = index_of.get(short(row.get("module"))) if isinstance(row, Mapping) else None
         for name in _TOKENS if index is not None else ():
             made[name][index] = rounded(number(row.get(name)))
     return made
@@ -139,14 +139,14 @@ def _predicted(value: Any, modules: Sequence[str], path: Path, most: int, notes:
 def _counted(measured: Array, predicted: Array) -> Array:
     """Pairs on a grid over [0, 1]², rows by measured, columns by predicted."""
     known = np.isfinite(measured) & np.isfinite(predicted)
-    places = [np.clip((values[known] * _BINS).astype(int), 0, _BINS - 1) for values in (measured, predicted)]
+    bins = [np.clip((values[known] * _BINS).astype(int), 0, _BINS - 1) for values in (measured, predicted)]
     made = np.zeros((_BINS, _BINS))
-    np.add.at(made, (places[0], places[1]), 1)
+    np.add.at(made, (bins[0], bins[1]), 1)
     return made
 
 
 def alarm_rows(value: Any) -> list[dict[str, Any]] | None:
-    """Alarms as they stand in a file or come from `locater.measure.alarms`; None where nobody looked."""
+    """Alarms as they stand in a file or come from `locater.measure.alarms`; None where nothing looked for them."""
     if not isinstance(value, list):
         return None
     rows = [each for each in value if isinstance(each, Mapping)]
@@ -157,4 +157,4 @@ def alarm_rows(value: Any) -> list[dict[str, Any]] | None:
 def _cell(value: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return rounded(number(value), 9)
-    return None if value is None else word(value, 2000)
+    return None if value is None else short(value, 2000)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from locater.errors import LocaterError
 
-__all__ = ["Array", "array", "averaged", "centres", "chosen", "number", "packed", "rounded", "word"]
+__all__ = ["Array", "array", "averaged", "centres", "chosen", "number", "packed", "rounded", "short"]
 
 Array = NDArray[np.float64]
 
@@ -28,7 +28,7 @@ def number(value: Any) -> float:
         return math.nan
 
 
-def word(value: Any, most: int = 300) -> str:
+def short(value: Any, most: int = 300) -> str:
     """A name from a file, of a length that a page can hold."""
     text = value if isinstance(value, str) else "" if value is None else str(value)
     return text if len(text) <= most else text[: most - 1] + "…"
@@ -81,7 +81,7 @@ def packed(values: Array, *, floats: bool = False) -> dict[str, Any]:
 
 
 def chosen(count: int, most: int) -> NDArray[np.int64]:
-    """At most `most` of `count` places, evenly, the first and the last among them."""
+    """At most `most` of `count` indices, evenly spread, the first and the last among them."""
     if count <= most:
         return np.arange(count)
     return np.unique(np.linspace(0, count - 1, max(2, most)).round().astype(np.int64))

@@ -6,7 +6,7 @@ from typing import Any
 
 from locater.errors import LocaterError
 from locater.pages.report._find import Found
-from locater.pages.report._numbers import array, number, packed, rounded, word
+from locater.pages.report._numbers import array, number, packed, rounded, short
 
 __all__ = ["prediction_section"]
 
@@ -29,7 +29,7 @@ def prediction_section(found: Found, _: float) -> dict[str, Any]:
             {
                 "mean": rounded(number(row.get("mean"))),
                 "std": rounded(number(row.get("std"))),
-                "regime": word(row.get("regime")),
+                "regime": short(row.get("regime")),
                 "rho": {
                     name: packed(array(curves[name], 1, f"ρ of spectrum {index + 1} in {found.path}"))
                     for name in _METHODS

@@ -11,7 +11,7 @@ import numpy as np
 from locater.errors import LocaterError
 from locater.models import Scan
 from locater.pages.report._find import Found
-from locater.pages.report._numbers import chosen, number, packed, rounded, word
+from locater.pages.report._numbers import chosen, number, packed, rounded, short
 
 __all__ = ["grid_of", "modules_of", "scan_section"]
 
@@ -28,35 +28,35 @@ def scan_section(found: Found, detail: float) -> dict[str, Any]:
     except LocaterError as error:
         raise LocaterError(f"cannot show {found.path}: {error}") from error
     table, rows = scan.table, found.content["heads"]
-    modules, place = modules_of(rows)
-    regimes = sorted({word(name) for name in table["regime"]} - {""})
+    modules, index_of = modules_of(rows)
+    regimes = sorted({short(name) for name in table["regime"]} - {""})
     notes = list(found.notes)
     return {
         "kind": "scan",
-        "title": word(scan.title) or found.path.name,
+        "title": short(scan.title) or found.path.name,
         "source": str(found.path),
         "facts": _facts(scan, len(modules)),
         "notes": notes,
         "modules": modules,
-        "grid": grid_of(rows, place, found.path),
+        "grid": grid_of(rows, index_of, found.path),
         "columns": {name: rounded(table[name].to_numpy(dtype=float)) for name in _COLUMNS},
         "regimes": regimes,
-        "regime": [regimes.index(word(name)) if name else None for name in table["regime"]],
+        "regime": [regimes.index(short(name)) if name else None for name in table["regime"]],
         "eigenvalues": _eigenvalues(scan, modules, detail, notes),
     }
 
 
 def modules_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """The attention modules in their order, each with a short label, and the place of each name."""
+    """The attention modules in their order, each with a short label, and the index of each name."""
     first: dict[str, Mapping[str, Any]] = {}
     for row in rows:
-        first.setdefault(word(row.get("module")), row)
-    several = len({word(row.get("kind")) for row in first.values()}) > 1
+        first.setdefault(short(row.get("module")), row)
+    several = len({short(row.get("kind")) for row in first.values()}) > 1
     modules = []
     for name, row in first.items():
         layer = number(row.get("layer"))
         label = f"{layer:.0f}" if layer == layer else name
-        modules.append({"name": name, "label": f"{word(row.get('kind'))} {label}" if several else label})
+        modules.append({"name": name, "label": f"{short(row.get('kind'))} {label}" if several else label})
     labels = [module["label"] for module in modules]
     if len(set(labels)) < len(labels):  # rows of a map need names that differ
         for module in modules:
@@ -64,7 +64,7 @@ def modules_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
     return modules, {name: index for index, name in enumerate(first)}
 
 
-def grid_of(rows: Sequence[Mapping[str, Any]], place: Mapping[str, int], path: Path) -> dict[str, list[int]]:
+def grid_of(rows: Sequence[Mapping[str, Any]], index_of: Mapping[str, int], path: Path) -> dict[str, list[int]]:
     """Where each row stands on a layer × head map."""
     heads = []
     for index, row in enumerate(rows):
@@ -74,7 +74,7 @@ def grid_of(rows: Sequence[Mapping[str, Any]], place: Mapping[str, int], path: P
                 f"cannot show {path}: head of its row {index + 1} must be a number from 0, got {head!r:.60}"
             )
         heads.append(head)
-    return {"module": [place[word(row.get("module"))] for row in rows], "head": heads}
+    return {"module": [index_of[short(row.get("module"))] for row in rows], "head": heads}
 
 
 def _facts(scan: Scan, modules: int) -> list[list[str]]:
@@ -83,7 +83,7 @@ def _facts(scan: Scan, modules: int) -> list[list[str]]:
     widths = table[["d_model", "d_head"]].drop_duplicates().to_numpy()
     if len(widths) == 1:
         facts.append(["widths", "d_model {:,}, d_head {}".format(*widths[0])])
-    counts = sorted(((count, word(name)) for name, count in table["regime"].value_counts().items()), reverse=True)
+    counts = sorted(((count, short(name)) for name, count in table["regime"].value_counts().items()), reverse=True)
     facts.append(["shape of ρ", ", ".join(f"{count} {name}" for count, name in counts)])
     if table["rope"].any():
         one = scan.average_offsets is None
@@ -98,7 +98,7 @@ def _eigenvalues(scan: Scan, modules: Sequence[Mapping[str, Any]], detail: float
         notes.append("no eigenvalues in this file: scan again with --json of this version to see clouds")
         return None
     most = max(8, int(_EIGENVALUES * detail / len(scan.table)))
-    clouds = {word(name): values for name, values in scan.eigenvalues.items()}
+    clouds = {short(name): values for name, values in scan.eigenvalues.items()}
     made = [packed(_largest_first(clouds[module["name"]], most)) for module in modules]
     longest = max(values.shape[1] for values in clouds.values())
     if longest > most:

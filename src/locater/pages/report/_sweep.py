@@ -10,7 +10,7 @@ from locater.errors import LocaterError
 from locater.lab.claims import Claim, claims
 from locater.lab.runs.records import Run, read_run
 from locater.pages.report._find import Found, metrics_lines
-from locater.pages.report._numbers import number, word
+from locater.pages.report._numbers import number, short
 from locater.pages.report._training import Line, column, count_of, training
 
 __all__ = ["claims_section", "metrics_section", "summary_section", "sweep_section"]
@@ -32,7 +32,7 @@ def sweep_section(noise: Noise, found: Found) -> Callable[[float], dict[str, Any
         several = len(runs) > 1 and _repeated(runs)
         for member in run.members:
             if not isinstance(member.kappa_2, int | float | None) or member.kappa_2 != member.kappa_2:
-                raise LocaterError(f"kappa_2 of {word(member.name)} in {run.folder / 'run.json'} is not a number")
+                raise LocaterError(f"kappa_2 of {short(member.name)} in {run.folder / 'run.json'} is not a number")
             name = f"{run.folder.name}/{member.name}" if several else member.name
             lines.append(Line(name, member, _in_order(by_name.get(member.name, []))))
     if not any(line.records for line in lines):
@@ -41,7 +41,7 @@ def sweep_section(noise: Noise, found: Found) -> Callable[[float], dict[str, Any
     lines.sort(key=_place)
     head = {
         "kind": "sweep",
-        "title": word(runs[0].about.get("preset") or found.path.resolve().name),
+        "title": short(runs[0].about.get("preset") or found.path.resolve().name),
         "source": str(found.path),
         "facts": _facts(runs, lines),
         **(_judged(found, noise) if len(lines) > 1 else {"claims": None}),
@@ -64,9 +64,9 @@ def metrics_section(found: Found, detail: float) -> dict[str, Any]:
 def summary_section(found: Found, _: float) -> dict[str, Any]:
     """The table `locater sweep --json` and `locater train --json` write."""
     rows = found.content["members"]
-    names = list(dict.fromkeys(word(key) for row in rows for key in row))
+    names = list(dict.fromkeys(short(key) for row in rows for key in row))
     columns = [column(name, [row.get(name) for row in rows]) for name in names]
-    folder = word(found.content["folder"])
+    folder = short(found.content["folder"])
     notes = [*found.notes, f"only where members ended; the folder {folder} has their records"]
     head = {"kind": "table", "title": Path(folder).name or folder, "source": str(found.path), "facts": []}
     return {**head, "notes": notes, "columns": columns}
@@ -75,7 +75,7 @@ def summary_section(found: Found, _: float) -> dict[str, Any]:
 def claims_section(found: Found, _: float) -> dict[str, Any]:
     """What `locater claims --json` writes."""
     rows = [_claim_row(*(row.get(name) for name in _CLAIM)) for row in found.content["claims"]]
-    runs = word(found.content["runs"])
+    runs = short(found.content["runs"])
     head = {"kind": "claims", "title": f"claims: {Path(runs).name or runs}", "source": str(found.path), "facts": []}
     return {**head, "notes": list(found.notes), "claims": rows}
 
@@ -84,7 +84,7 @@ _CLAIM = ("statement", "where", "measured", "verdict")
 
 
 def _claim_row(*cells: Any) -> dict[str, str]:
-    return {name: word(cell, 2000) for name, cell in zip(_CLAIM, cells, strict=True)}
+    return {name: short(cell, 2000) for name, cell in zip(_CLAIM, cells, strict=True)}
 
 
 def _judged(found: Found, noise: Noise) -> dict[str, Any]:
@@ -92,10 +92,10 @@ def _judged(found: Found, noise: Noise) -> dict[str, Any]:
         made: list[Claim] = claims(found.path, noise=noise)
     except (LookupError, TypeError, ValueError) as error:  # records of another shape, among them a LocaterError
         return {"claims": None, "claims_note": f"the paper's claims cannot be judged here: {error}"}
-    alone = noise is None and any(claim.evidence.get("seeds") == 1 for claim in made)
-    told = {"claims_note": "one seed: differences between strengths need --seeds-from DIR, a sweep of several"}
+    one_seed = noise is None and any(claim.evidence.get("seeds") == 1 for claim in made)
+    note = {"claims_note": "one seed: differences between strengths need --seeds-from DIR, a sweep of several"}
     rows = [_claim_row(each.statement, each.where, each.measured, each.verdict) for each in made]
-    return {"claims": rows, **(told if alone else {})}
+    return {"claims": rows, **(note if one_seed else {})}
 
 
 # ---------------------------------------------------------------------- members
@@ -134,12 +134,12 @@ def _facts(runs: Sequence[Run], lines: Sequence[Line]) -> list[list[str]]:
             "model",
             f"d = {model.width}, {count_of(model.layers, 'layer')}, {count_of(model.heads, 'head')}{norm}{rotary}",
         ],
-        ["text", f"{word(about.get('text') or config.data or 'embedded corpus')}, T = {model.tokens}"],
+        ["text", f"{short(about.get('text') or config.data or 'embedded corpus')}, T = {model.tokens}"],
         ["members", f"{len(lines)} ({count_of(len(strengths), 'strength')}, {count_of(len(seeds), 'seed')})"],
         ["updates", f"{last:,}" if last >= config.steps else f"{last:,} of {config.steps:,}"],
         ["batch", f"{config.batch} × {model.tokens} tokens, {config.precision}"],
     ]
     if about.get("hardware"):
         seconds = sum(number(run.about.get("seconds")) for run in runs)
-        facts.append(["trained on", word(about["hardware"]) + (f", {seconds:,.0f} s" if seconds == seconds else "")])
+        facts.append(["trained on", short(about["hardware"]) + (f", {seconds:,.0f} s" if seconds == seconds else "")])
     return facts

@@ -1,4 +1,4 @@
-"""Training as its records tell it: curves, ρ over training, the final spectra, where members ended.
+"""Training by its records: curves, ρ over training, the final spectra, where members ended.
 
 Legend: E members, N recorded steps, L layers, H heads, T token positions, K eigenvalues.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 from locater.errors import LocaterError
 from locater.lab.config import Member
-from locater.pages.report._numbers import Array, array, averaged, centres, chosen, number, packed, rounded, word
+from locater.pages.report._numbers import Array, array, averaged, centres, chosen, number, packed, rounded, short
 
 __all__ = ["Line", "column", "count_of", "training"]
 
@@ -45,7 +45,7 @@ def training(lines: Sequence[Line], detail: float, remarks: Sequence[str]) -> di
     labels, by_strength = _labels(lines)
     members = [
         {
-            "name": word(line.name),
+            "name": short(line.name),
             "label": label,
             "kappa": line.member.kappa_2 if line.member else None,
             "known": by_strength,
@@ -102,9 +102,9 @@ def _by_layer(values: Array) -> Array:
 def _curve(lines: Sequence[Line], steps: Any, name: str, unusable: dict[str, int]) -> Array:
     """(E, N, parts), NaN where a member has no record."""
     dimensions = 0 if name == "perplexity" else 2
-    place = {int(step): column for column, step in enumerate(steps)}
+    column_of = {int(step): column for column, step in enumerate(steps)}
     found = [
-        (row, place[record["step"]], _CURVES[name](values))
+        (row, column_of[record["step"]], _CURVES[name](values))
         for row, line in enumerate(lines)
         for record in line.records
         if (values := _values(record, name, dimensions, unusable)) is not None
@@ -153,8 +153,8 @@ def column(name: str, values: Sequence[Any]) -> dict[str, Any]:
     """A column of a table: numbers if all that is there are numbers, else words."""
     there = [value for value in values if value is not None]
     if there and all(isinstance(value, int | float) and not isinstance(value, bool) for value in there):
-        return {"name": word(name), "numbers": [rounded(number(value), 6) for value in values]}
-    return {"name": word(name), "words": [word(value) for value in values]}
+        return {"name": short(name), "numbers": [rounded(number(value), 6) for value in values]}
+    return {"name": short(name), "words": [short(value) for value in values]}
 
 
 def _rho(
@@ -238,7 +238,7 @@ def _spectra(lines: Sequence[Line], detail: float, notes: list[str]) -> dict[str
 
 
 def _labels(lines: Sequence[Line]) -> tuple[list[str], bool]:
-    """Strength and seed where that tells the members apart, else their names; and which of the two."""
+    """Strength and seed where no two members share them, else names; and whether it is the former."""
     made = []
     for line in lines:
         if line.member is not None:
@@ -247,7 +247,7 @@ def _labels(lines: Sequence[Line]) -> tuple[list[str], bool]:
             made.append(f"{strength}{reading}, seed {line.member.seed}")
     if len(set(made)) == len(lines):
         return made, True
-    return [word(line.name) for line in lines], False
+    return [short(line.name) for line in lines], False
 
 
 def count_of(amount: int, what: str) -> str:
