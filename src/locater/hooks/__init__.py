@@ -1,17 +1,16 @@
-"""The seam where a model's attention is computed: found, listened to, and left as it was.
+"""Hooks on the attention of a model: its sites found, their calls intercepted, everything restored afterwards.
 
     undo = ExitStack()
-    intercept(attention_sites(model), Interceptor(wants, tell), undo)   # tell(intercepted, result) → result
+    intercept(attention_sites(model), Interceptor(wants, handle), undo)   # handle(intercepted, result) → result
     undo.close()
 
-`measure` listens to see, `control` to act. What they hear of is a `Call`: queries, keys, and which of them see which,
-whatever the family, the backend, the mask or the cache.
+An intercepted `Call` is queries, keys, and which keys are masked, whatever the family, the backend or the cache.
 """
 
 from locater.hooks._calls import Call, of_multihead, of_stack
 from locater.hooks._compiling import HOW, has_compiled, plain_name, untraced
+from locater.hooks._interceptor import Intercepted, Interceptor, hidden_states, in_backward, intercept
 from locater.hooks._patching import Patch, patch
-from locater.hooks._recorder import Intercepted, Interceptor, hidden_states, in_backward, intercept
 from locater.hooks._sites import (
     AttentionSite,
     RecordLayer,

@@ -5,7 +5,6 @@ Legend: B batch, H query heads, G key heads, Tq queries, Tk keys, K head width.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from locater.hooks._visibility import Visibility, additive, visible
 __all__ = ["Call", "of_interface", "of_logits", "of_multihead", "of_sdpa", "of_softmax", "of_stack"]
 
 
+_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # the arguments that may be positional
 _COMPARED = 1 << 23  # entries of a mask at a time
 
 
@@ -67,9 +67,9 @@ class Call:
             return self
         if not kept.any():
             return None
-        bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[kept]
-        mask = None if self.key_mask is None else self.key_mask[kept]
-        return replace(self, q=self.q[kept], k=self.k[kept], bias=bias, key_mask=mask, real=self.real[kept])
+        given = {name: getattr(self, name) for name in ("q", "k", "key_mask", "bias", "real")}
+        whole = {name: x for name, x in given.items() if x is not None and len(x) == len(kept)}  # a bias may be shared
+        return replace(self, **{name: x[kept] for name, x in whole.items()})
 
     def with_padding(self, mask: Tensor | None) -> Call:
         """With the queries left out that are False, or 0, at the end of `mask` (B, Tq or more)."""
@@ -90,7 +90,7 @@ def of_interface(implementation: str, arguments: Mapping[str, Any], *, cross: bo
     if arguments.get("s_aux") is not None:
         raise LocaterError(f"{type(module).__name__} has attention sinks, logits without a key; they are not measured")
     if type(arguments.get("cache")).__name__ == "PagedAttentionCache" or arguments.get("block_table") is not None:
-        raise LocaterError(f"{type(module).__name__} ran with a paged cache, whose keys are out of sight; use another")
+        raise LocaterError(f"{type(module).__name__} ran with a paged cache, whose keys it is not given; use another")
     call = Call(q, k, arguments.get("scaling"), arguments.get("softcap"))
     window, causal = arguments.get("sliding_window"), arguments.get("is_causal")
     if causal is None:
@@ -106,7 +106,7 @@ def of_interface(implementation: str, arguments: Mapping[str, Any], *, cross: bo
 
 def of_sdpa(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """A call of torch's scaled_dot_product_attention."""
-    arguments = _SDPA.bind(*args, **kwargs).arguments
+    arguments = dict(zip(_SDPA, args, strict=False)) | dict(kwargs)
     q, k, mask = arguments["query"], arguments["key"], arguments.get("attn_mask")
     if q.ndim not in (2, 3, 4):
         raise LocaterError(
@@ -122,28 +122,12 @@ def of_sdpa(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     return _top_left_causal(call, None) if arguments.get("is_causal") else _with_mask(call, mask)
 
 
-def _sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> None: ...
-
-
-_SDPA = inspect.signature(_sdpa)  # torch's own, a builtin's, is not to be had
-
-
 def of_softmax(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], *, batch: int | None, cross: bool
 ) -> tuple[Call, Tensor] | None:
     """A call of torch's softmax, and the logits (B, H, Tq, Tk) with their graph, if that is what they can be.
 
-    `batch`: of the hidden states, where it is known; it tells B and H of (B·H, Tq, Tk).
+    `batch`: of the hidden states, where it is known; it gives B and H of (B·H, Tq, Tk).
     """
     x: Tensor = args[0] if args else kwargs["input"]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -185,14 +169,13 @@ def of_multihead(module: nn.MultiheadAttention, arguments: Mapping[str, Any]) ->
         query, key, padding = query[None], key[None], None if padding is None else padding[None]
     elif not module.batch_first:
         query, key = query.transpose(0, 1), key.transpose(0, 1)
-    d, h = module.embed_dim, module.num_heads
-    if module.in_proj_weight is not None:
-        w_q, w_k = module.in_proj_weight[:d], module.in_proj_weight[d : 2 * d]
-    else:
-        w_q, w_k = module.q_proj_weight, module.k_proj_weight
-    b_q, b_k = (None, None) if module.in_proj_bias is None else module.in_proj_bias[: 2 * d].split(d)
-    q = functional.linear(query, w_q, b_q).unflatten(-1, (h, -1)).transpose(1, 2)
-    k = functional.linear(key, w_k, b_k).unflatten(-1, (h, -1)).transpose(1, 2)
+    joint, h = module.in_proj_weight, module.num_heads
+    weights = (module.q_proj_weight, module.k_proj_weight) if joint is None else joint.chunk(3)[:2]
+    biases = (None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)[:2]
+    q, k = (
+        functional.linear(x, w, b).unflatten(-1, (h, -1)).transpose(1, 2)
+        for x, w, b in zip((query, key), weights, biases, strict=True)
+    )
     if mask is not None and mask.ndim == 3:
         mask = mask.view(-1, h, *mask.shape[1:])
     given = [one for one in (mask, None if padding is None else padding[:, None, None]) if one is not None]

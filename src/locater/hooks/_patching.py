@@ -1,4 +1,4 @@
-"""Functions replaced in their place by ones that also tell who listens, and put back when nobody does."""
+"""Functions replaced by ones that also call hooks, and restored when the last hook is removed."""
 
 from __future__ import annotations
 
@@ -16,70 +16,69 @@ __all__ = ["Patch", "patch"]
 
 Owner: TypeAlias = MutableMapping[str, Any] | type
 Arguments: TypeAlias = Mapping[str, Any]
-Hear: TypeAlias = Callable[[Any, Callable[[], Arguments], Any], Any]
-"""Told of a call once it is done: the module, what gives its arguments by name, and its result."""
+Hook: TypeAlias = Callable[[Any, Callable[[], Arguments], Any], Any]
+"""Called after a call with the module, what gives the call's arguments by name, and its result."""
 
 _lock = threading.RLock()
-_taps: dict[tuple[int, str], Patch] = {}
+_patches: dict[tuple[int, str], Patch] = {}
 
 
 def patch(owner: Owner, name: str, original: Callable[..., Any]) -> Patch:
-    """Ours at `owner[name]` (`owner.name` of a class), there now or from now on.
+    """The patch of `owner[name]` (`owner.name` of a class), made if there is none.
 
-    `original` is what a call does: `owner` itself need not hold the name, as where a local table shadows a global one.
+    `original` is the function to call: `owner` itself need not hold the name, as a local table shadows a global one.
     """
     with _lock:
-        found = _taps.get((id(owner), name))
+        found = _patches.get((id(owner), name))
         if found is None or not found.in_place():
-            found = _taps[id(owner), name] = Patch(owner, name, original)
+            found = _patches[id(owner), name] = Patch(owner, name, original)
         return found
 
 
 class Patch:
-    """A function in its place, and who has a say in its calls, by module: the first argument of each.
+    """A function in place of another, with the hooks on its calls by module, which is the first argument of each.
 
-    The last to leave restores the owner, in whatever order they come and go. A module that is no more has left.
+    Removing the last hook restores the owner, in whatever order they were added. Those of a deleted module are removed.
     """
 
     def __init__(self, owner: Owner, name: str, original: Callable[..., Any]) -> None:
         self.owner, self.name = owner, name
         self.instead: Callable[..., Any] | None = None  # for calls with a softcap
         # by the module's id; lists are made anew when they change: a call in progress goes on with the old one
-        self._observers: dict[int, list[Hear]] = {}
-        self._changers: dict[int, list[Hear]] = {}
+        self._observers: dict[int, list[Hook]] = {}
+        self._changers: dict[int, list[Hook]] = {}
         self._users = self._replacements = 0
-        # Observers come and go. Compiled code, which is compiled anew when what it has traced is not as it was, is to
-        # know no more of them than that there are some.
+        # Compiled code is compiled anew when what it traced changes; of observers that is only whether there are any.
         self._observed = self._changed = False
-        tell = untraced(self._tell)
+        observe = untraced(self._observe)
         entries = self._entries()
         self._held, self._before = name in entries, entries.get(name)
 
         @functools.wraps(original)
-        def told(*args: Any, **kwargs: Any) -> Any:
+        def patched(*args: Any, **kwargs: Any) -> Any:
             compute = original if self.instead is None or kwargs.get("softcap") is None else self.instead
             result = compute(*args, **kwargs)
             if self._changed:
                 result = self._change(original, args, kwargs, result)
             if self._observed:
-                tell(original, args, kwargs, result)
+                observe(original, args, kwargs, result)
             return result
 
-        self.told = told
-        self._put(told)
+        self.patched = patched
+        self._put(patched)
 
-    # ------------------------------------------------------------------ those who come
+    # ------------------------------------------------------------------ adding hooks
 
-    def observe(self, module: Any, hear: Hear, undo: ExitStack) -> None:
-        """Lets `hear` be told of the module's calls; what it gives is ignored, and torch.compile does not trace it."""
-        self._add(self._observers, module, hear, undo)
+    def observe(self, module: Any, hook: Hook, undo: ExitStack) -> None:
+        """Adds a hook on the module's calls. What it returns is ignored, and torch.compile does not trace it."""
+        self._add(self._observers, module, hook, undo)
 
-    def change(self, module: Any, hear: Hear, undo: ExitStack) -> None:
-        """Lets `hear` be told of the module's calls and give their results."""
-        self._add(self._changers, module, hear, undo)
+    def change(self, module: Any, hook: Hook, undo: ExitStack) -> None:
+        """Adds a hook that returns the results of the module's calls."""
+        self._add(self._changers, module, hook, undo)
 
     def replace(self, module: Any, instead: Callable[..., Any], undo: ExitStack) -> None:
-        """While the module is there, calls with a softcap are computed by another function, whoever makes them."""
+        """As long as the module exists, calls with a softcap are computed by another function, of any module."""
 
         def put_back() -> None:
             self._replacements -= 1
@@ -91,9 +90,9 @@ class Patch:
             self._keep(module, put_back, undo)
 
     def in_place(self) -> bool:
-        """Whether calls come by here; somebody may have wrapped it, or put back what was there before."""
+        """Whether calls are patched; other code may have wrapped the patch, or restored what was there before."""
         function = self._entries().get(self.name)
-        while function is not None and function is not self.told:
+        while function is not None and function is not self.patched:
             function = getattr(function, "__wrapped__", None)
         return function is not None
 
@@ -101,16 +100,16 @@ class Patch:
 
     def _change(self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> Any:
         module = _first(args, kwargs)
-        for hear in self._changers.get(id(module), ()):
-            result = hear(module, functools.partial(_named, original, args, kwargs), result)
+        for hook in self._changers.get(id(module), ()):
+            result = hook(module, functools.partial(_named, original, args, kwargs), result)
         return result
 
-    def _tell(self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def _observe(self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any) -> None:
         module = _first(args, kwargs)
-        for hear in self._observers.get(id(module), ()):
-            hear(module, functools.partial(_named, original, args, kwargs), result)
+        for hook in self._observers.get(id(module), ()):
+            hook(module, functools.partial(_named, original, args, kwargs), result)
 
-    # ------------------------------------------------------------------ the place
+    # ------------------------------------------------------------------ the owner
 
     def _entries(self) -> Mapping[str, Any]:
         return vars(self.owner) if isinstance(self.owner, type) else self.owner
@@ -121,24 +120,24 @@ class Patch:
         else:
             self.owner[self.name] = function
 
-    def _add(self, hearers: dict[int, list[Hear]], module: Any, hear: Hear, undo: ExitStack) -> None:
+    def _add(self, hooks: dict[int, list[Hook]], module: Any, hook: Hook, undo: ExitStack) -> None:
         key = id(module)
 
-        def put(hearing: list[Hear]) -> None:
-            hearers[key] = hearing
-            if not hearing:
-                del hearers[key]
+        def put(now: list[Hook]) -> None:
+            hooks[key] = now
+            if not now:
+                del hooks[key]
             self._observed, self._changed = bool(self._observers), bool(self._changers)
 
         def remove() -> None:
-            put([one for one in hearers[key] if one is not hear])
+            put([one for one in hooks[key] if one is not hook])
 
         with _lock:
-            put([*hearers.get(key, ()), hear])
+            put([*hooks.get(key, ()), hook])
             self._keep(module, remove, undo)
 
     def _keep(self, module: Any, remove: Callable[[], None], undo: ExitStack) -> None:
-        """Keeps the tap in its place, and what has been added, until undone or until the module is no more."""
+        """Keeps the patch, and what was added to it, until undone or until the module is deleted."""
         self._users += 1
         leave = weakref.finalize(module, self._leave, remove)
         leave.atexit = False
@@ -150,10 +149,10 @@ class Patch:
             self._users -= 1
             if self._users:
                 return
-            if _taps.get((id(self.owner), self.name)) is self:
-                del _taps[id(self.owner), self.name]
-            if self._entries().get(self.name) is not self.told:
-                return  # somebody replaced it after us: theirs stays, and ours passes calls on
+            if _patches.get((id(self.owner), self.name)) is self:
+                del _patches[id(self.owner), self.name]
+            if self._entries().get(self.name) is not self.patched:
+                return  # other code wrapped the patch: it stays, and the patch passes calls on
             if self._held:
                 self._put(self._before)
             elif isinstance(self.owner, type):

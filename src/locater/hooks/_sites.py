@@ -1,4 +1,4 @@
-"""Finding the attention modules of a model, and the way each can be listened to."""
+"""Finding the attention modules of a model, and the way to intercept the calls of each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
-HEARD = {"softmax", "Softmax", "scaled_dot_product_attention"}
+FUNCTIONS = {"softmax", "Softmax", "scaled_dot_product_attention"}
 CROSS = re.compile(r"cross|encoder_attn|EncDec|multihead_attn", re.IGNORECASE)
 
 
@@ -61,7 +61,7 @@ class Stacked(Protocol):
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """An attention module of the model, and how it can be listened to."""
+    """An attention module of the model, and how its calls can be intercepted."""
 
     name: str
     module: Any  # an nn.Module; of a stack, the stack
@@ -128,18 +128,18 @@ def attention_sites(model: nn.Module | Stacked, layers: Sequence[int] | None = N
         layer, kind = known.get(name) or (_layer(name), _kind(name))
         found.append(AttentionSite(plain_name(name), module, layer, kind, way, around.get(id(module))))
     chosen = _of_layers(found, layers)
-    for place in chosen:
-        _check(place, is_compiled=id(place.module) in compiled)
+    for site in chosen:
+        _check(site, is_compiled=id(site.module) in compiled)
     return chosen
 
 
 def _of_layers(found: list[AttentionSite], layers: Sequence[int] | None) -> list[AttentionSite]:
     if layers is None:
         return found
-    there = {place.layer for place in found}
-    if not layers or not set(layers) <= there:
-        raise LocaterError(f"layers must be some of {sorted(there)}, got {list(layers)}")
-    return [place for place in found if place.layer in layers]
+    known = {site.layer for site in found}
+    if not layers or not set(layers) <= known:
+        raise LocaterError(f"layers must be some of {sorted(known)}, got {list(layers)}")
+    return [site for site in found if site.layer in layers]
 
 
 def _known(model: nn.Module) -> dict[str, tuple[int, str]]:
@@ -170,7 +170,7 @@ def _uses_interface(module: nn.Module) -> bool:
 
 
 def interface_site(name: str, module: nn.Module) -> AttentionSite | None:
-    """The place of a module that looks its function up in the table, whether or not it can be listened to."""
+    """The site of a module that looks its function up in the table, whether or not it can be observed."""
     return AttentionSite(name, module, 0, "self", "interface") if _uses_interface(module) else None
 
 
@@ -183,7 +183,7 @@ def reads_attribute(module: nn.Module, attribute: str) -> bool:
 def _looks_like_attention(module: nn.Module) -> bool:
     if family(module=module) is not None or generic.looks_like_attention(module):
         return True
-    return bool("Attention" in type(module).__name__ and _called(module) & HEARD) or _calls_sdpa(module)
+    return bool("Attention" in type(module).__name__ and _called(module) & FUNCTIONS) or _calls_sdpa(module)
 
 
 def _calls_sdpa(module: nn.Module) -> bool:
@@ -206,13 +206,13 @@ def implementation_of(module: nn.Module) -> str:
     return str(getattr(getattr(module, "config", None), "_attn_implementation", None) or "eager")
 
 
-def _check(place: AttentionSite, *, is_compiled: bool) -> None:
-    why_not = {"interface": _why_not_interface, "torch": _why_not_torch, "multihead": _why_not_multihead}[place.way]
-    reason, kind = why_not(place.module), type(place.module).__name__
-    if reason is None and is_compiled and place.way != "interface":
-        reason = f"torch.compile has compiled it, and such code does not tell of its attention; {HOW}"
+def _check(site: AttentionSite, *, is_compiled: bool) -> None:
+    why_not = {"interface": _why_not_interface, "torch": _why_not_torch, "multihead": _why_not_multihead}[site.way]
+    reason, kind = why_not(site.module), type(site.module).__name__
+    if reason is None and is_compiled and site.way != "interface":
+        reason = f"torch.compile has compiled it, and such code runs no hooks; {HOW}"
     if reason is not None:
-        raise LocaterError(f"{place.name or kind} ({kind}) cannot be observed: {reason}")
+        raise LocaterError(f"{site.name or kind} ({kind}) cannot be observed: {reason}")
 
 
 def _why_not_interface(module: nn.Module) -> str | None:
@@ -234,11 +234,11 @@ def _why_not_multihead(module: nn.Module) -> str | None:
 def _why_not_torch(module: nn.Module) -> str | None:
     function = _forward(module)
     if function is not None and "_flash_attention_forward" in function.__code__.co_names:
-        return 'it calls flash attention out of sight; model.set_attn_implementation("sdpa"), or "eager", would do'
-    if _called(module) & HEARD or any(isinstance(part, nn.Softmax) for part in module.modules()):
+        return 'no hook reaches its flash attention; model.set_attn_implementation("sdpa"), or "eager", would do'
+    if _called(module) & FUNCTIONS or any(isinstance(part, nn.Softmax) for part in module.modules()):
         return None
     return (
-        "its code calls neither softmax nor scaled_dot_product_attention, which is where locater would look; "
+        "its code calls neither softmax nor scaled_dot_product_attention, which are what locater intercepts; "
         "with one of those inside the module it works"
     )
 

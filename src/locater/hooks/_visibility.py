@@ -56,13 +56,13 @@ class Visibility:
     bias: Bias | None = None  # expands to (B, H, Tq, Tk), or gives the block of two slices; added to logits, or boolean
 
     @cached_property
-    def left(self) -> int | None:
-        """How many keys before its own position a query may attend to; None is all."""
-        return None if self.window is None or self.window >= self.shape[3] else self.window - 1
+    def left(self) -> int:
+        """How many keys before its own position a query may attend to; Tq + Tk or more is all, wherever it stands."""
+        return sum(self.shape[2:]) if self.window is None else self.window - 1
 
     @cached_property
-    def right(self) -> int | None:
-        """How many keys after its own position; None is all."""
+    def right(self) -> int:
+        """How many keys after its own position."""
         return 0 if self.causal else self.left
 
     @cached_property
@@ -77,31 +77,25 @@ class Visibility:
 
     def columns(self, rows: slice, among: slice) -> slice:
         """From the first to the last of the keys `among` that are near enough to one of the queries."""
-        start = among.start if self.left is None else max(among.start, rows.start + self.offset - self.left)
-        return slice(start, among.stop if self.right is None else min(among.stop, rows.stop + self.offset + self.right))
+        start, stop = rows.start + self.offset - self.left, rows.stop + self.offset + self.right
+        return slice(max(among.start, start), min(among.stop, stop))
 
     def rows(self, columns: slice) -> slice:
         """From the first to the last of the queries that are near enough to one of the keys."""
-        start = 0 if self.right is None else max(0, columns.start - self.right - self.offset)
-        end = self.shape[2]
-        return slice(start, end if self.left is None else min(end, columns.stop + self.left - self.offset))
+        start, stop = columns.start - self.right - self.offset, columns.stop + self.left - self.offset
+        return slice(max(0, start), min(self.shape[2], stop))
 
     def edges(self, rows: slice, columns: slice) -> list[slice]:
         """The keys that are near enough to some of the queries and not to others."""
-        found = []
-        if self.left is not None:
-            found.append(slice(columns.start, min(columns.stop, rows.stop - 1 + self.offset - self.left)))
-        if self.right is not None:
-            found.append(slice(max(columns.start, rows.start + self.offset + self.right + 1), columns.stop))
-        return [edge for edge in found if edge.start < edge.stop]
+        before = slice(columns.start, min(columns.stop, rows.stop - 1 + self.offset - self.left))
+        after = slice(max(columns.start, rows.start + self.offset + self.right + 1), columns.stop)
+        return [edge for edge in (before, after) if edge.start < edge.stop]
 
     def distant(self, positions: Tensor, columns: slice) -> Tensor:
-        """Where keys are too far from queries at `positions` (b or 1, n): (b or 1, 1, n, c), one number if none are."""
+        """Where keys are too far from queries at `positions` (b or 1, n): (b or 1, 1, n, c)."""
         column, position = torch.arange(columns.start, columns.stop, device=self.device), positions[:, None, :, None]
-        if self.right is None:  # and so nothing on the left
-            return torch.zeros((), dtype=torch.bool, device=self.device)
         masked = column > position + self.right
-        return masked if self.left is None else masked | (column < position - self.left)
+        return masked if self.window is None else masked | (column < position - self.left)
 
     # ------------------------------------------------------------------ by all that masks
 
@@ -129,11 +123,9 @@ class Visibility:
         if self.bias is not None:
             return (visible(self._given(rows, columns)) & ~self.masked(rows, columns)).sum(-1)
         position = self.positions(rows)
-        first = torch.zeros_like(position) if self.left is None else (position - self.left).clamp(min=0)
-        # not by distance unless something masks by it: with more queries than keys, positions are below 0
-        end = torch.full_like(position, tk) if self.right is None else (position + self.right + 1).clamp(max=tk)
         keys = position.new_ones(1, tk) if self.key_mask is None else self.key_mask
         before = functional.pad(keys.cumsum(1), (1, 0))  # (B or 1, Tk + 1): unmasked keys before each
+        first, end = (position - self.left).clamp(min=0), (position + self.right + 1).clamp(max=tk)
         return (before[:, end] - before[:, first])[:, None]
 
     def _given(self, rows: slice, columns: slice) -> Tensor:

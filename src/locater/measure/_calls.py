@@ -11,7 +11,7 @@ from torch import Tensor
 from locater.hooks import Call, visible
 from locater.measure import attention
 from locater.measure._logits import Logits
-from locater.measure._propagation import on_slope
+from locater.measure._propagation import chosen, on_slope
 
 __all__ = ["signal_propagation", "statistics"]
 
@@ -25,24 +25,13 @@ def signal_propagation(call: Call, query: int) -> tuple[Tensor, Tensor]:
 
     Keys are counted from the sequence's first that is no padding; a negative `query` from its last.
     """
-    row, counts = _row(call, query)
-    found = on_slope(Logits.of(call.q, call.k, **call.options()), row[:, None], counts[:, None], slice(None))
-    tk = call.k.shape[2]
-    column = torch.arange(tk, device=row.device) + _first_key(call)[:, None]  # (B, Tk)
+    logits, tk = Logits.of(call.q, call.k, **call.options()), call.k.shape[2]
+    real = call.q.new_ones(call.sizes[::2], dtype=torch.bool) if call.real is None else call.real
+    found = on_slope(logits, *chosen(real, torch.full((1,), query, device=real.device)), slice(None))
+    column = torch.arange(tk, device=real.device) + _first_key(call)[:, None]  # (B, Tk)
     there, column = (column < tk)[:, None], column.clamp(max=tk - 1)[:, None]
     inside, unmasked = (torch.take_along_dim(one[:, :, 0], column, 2) & there for one in found)
     return inside, unmasked
-
-
-def _row(call: Call, query: int) -> tuple[Tensor, Tensor]:
-    """The row of the query in each sequence (B,), and whether there is one."""
-    b, _, tq, _ = call.sizes
-    real = torch.ones(b, tq, dtype=torch.bool, device=call.q.device) if call.real is None else call.real
-    end = tq - real.flip(1).byte().argmax(1)
-    row = end + query if query < 0 else torch.full_like(end, query)
-    inside = (row >= 0) & (row < tq)
-    row = row.clamp(0, tq - 1)
-    return row, inside & real.gather(1, row[:, None])[:, 0]
 
 
 def _first_key(call: Call) -> Tensor:

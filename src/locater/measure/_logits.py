@@ -69,8 +69,9 @@ class Logits:
     @property
     def view(self) -> View:
         """What the kernel is given."""
-        masks = self.visibility
-        return View(self.scale, masks.left, masks.right, masks.key_mask, self.softcap, self.slopes)
+        masks, far = self.visibility, self.k.shape[2] - 1
+        left, right = (None if reach >= far else reach for reach in (masks.left, masks.right))
+        return View(self.scale, left, right, masks.key_mask, self.softcap, self.slopes)
 
     @property
     def own_keys(self) -> bool:

@@ -41,10 +41,8 @@ class Moments:
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
-        self._count: Tensor | None = None  # (E,), sequences
-        self._first: Tensor  # (E, T, D), Σ x_i
-        self._features: Tensor  # (E, D, D), Σ x_i x_iᵀ over positions, too
-        self._positions: Tensor  # (E, T, T), Σ x_i · x_j
+        # sequences (E,), Σ x_i (E, T, D), Σ x_i x_iᵀ over positions, too (E, D, D), Σ x_i · x_j (E, T, T)
+        self._sums: tuple[Tensor, ...] = ()
 
     @torch.no_grad()
     def add(self, x: Tensor, real: Tensor | None = None, members: int = 1) -> None:
@@ -68,18 +66,20 @@ class Moments:
         by_feature = x.flatten(1, 2)  # (E, B·T, D)
         by_position = x.transpose(1, 2).flatten(2)  # (E, T, B·D)
         with torch.autocast(x.device.type, enabled=False):
-            sums = (counts.sum(1), x.sum(1), by_feature.mT @ by_feature, by_position @ by_position.mT)
-        if self._count is not None:  # sums are made anew: those of inference mode cannot be changed outside of it
-            so_far = (self._count, self._first, self._features, self._positions)
-            self._count, self._first, self._features, self._positions = (
-                old.to(new.device) + new
-                for old, new in zip(so_far, sums, strict=True)  # a model may have moved
+            sums: tuple[Tensor, ...] = (
+                counts.sum(1),
+                x.sum(1),
+                by_feature.mT @ by_feature,
+                by_position @ by_position.mT,
             )
-        else:
-            self._count, self._first, self._features, self._positions = sums
+        if (
+            self._sums
+        ):  # made anew: those of inference mode cannot be changed outside of it, and the model may have moved
+            sums = tuple(old.to(new.device) + new for old, new in zip(self._sums, sums, strict=True))
+        self._sums = sums
 
     def sequences(self, member: int = 0) -> int:
-        return 0 if self._count is None else int(self._count[member])
+        return int(self._sums[0][member]) if self._sums else 0
 
     def covariances(self, member: int = 0) -> Covariances:
         """About the mean of each position, unbiased; of two sequences or more."""
@@ -97,9 +97,7 @@ class Moments:
         return Covariances(*_separated(features, positions, count * self.tokens), np.zeros_like(first), count)
 
     def _of(self, member: int) -> tuple[int, Array, Array, Array]:
-        first, features, positions = (
-            x[member].double().cpu().numpy() for x in (self._first, self._features, self._positions)
-        )
+        first, features, positions = (x[member].double().cpu().numpy() for x in self._sums[1:])
         return self.sequences(member), first, features, positions
 
 

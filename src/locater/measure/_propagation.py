@@ -14,7 +14,7 @@ from torch import Tensor
 from locater.measure._blocks import slices
 from locater.measure._logits import Logits
 
-__all__ = ["last_propagation", "on_slope", "signal_propagation"]
+__all__ = ["chosen", "last_propagation", "on_slope", "signal_propagation"]
 
 
 def last_propagation(logits: Logits) -> Tensor:
@@ -24,9 +24,9 @@ def last_propagation(logits: Logits) -> Tensor:
     still runs, where the general way takes four times as many and waits for the kernel to end.
     """
     masks = logits.visibility
-    if masks.bias is not None or masks.key_mask is not None or masks.left is not None:
-        return signal_propagation(logits, torch.tensor([-1]))[:, 0]
     b, h, _, tk = masks.shape
+    if masks.bias is not None or masks.key_mask is not None or masks.left < tk - 1:
+        return signal_propagation(logits, torch.tensor([-1]))[:, 0]
     inside = torch.zeros(h, tk, dtype=logits.result, device=logits.q.device)
     last, everywhere = torch.full((1, 1), tk - 1, device=logits.q.device), (slice(0, h), slice(0, tk))
     for batch in slices(0, b, max(1, logits.budget // (h * tk))):
@@ -58,7 +58,7 @@ def _products(logits: Logits, q: Tensor, k: Tensor) -> Iterator[tuple[slice, Ten
 def signal_propagation(logits: Logits, queries: Tensor) -> Tensor:
     """ρ (H, n, Tk)."""
     (b, h, _, tk), n = logits.visibility.shape, len(queries)
-    index, counts = _chosen(logits, queries.to(logits.q.device, non_blocking=True))
+    index, counts = chosen(_tokens(logits), queries.to(logits.q.device, non_blocking=True))
     inside = torch.zeros(h, n, tk, dtype=logits.result, device=logits.q.device)
     attending = torch.zeros_like(inside)
     fit = max(1, logits.budget // (h * tk))
@@ -82,18 +82,21 @@ def on_slope(logits: Logits, index: Tensor, counts: Tensor, batch: slice) -> tup
     return (beyond >= -1) & (beyond <= tokens - 1) & unmasked, unmasked
 
 
-def _chosen(logits: Logits, queries: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (B, n) of the queries in each sequence, and whether they count."""
-    b, _, tq, _ = logits.visibility.shape
-    mask = logits.visibility.key_mask
-    if mask is None or not logits.own_keys:
-        tokens = torch.ones(b, tq, dtype=torch.bool, device=queries.device)
-    else:
-        tokens = mask[:, logits.visibility.offset :]
-    end = tq - tokens.flip(1).int().argmax(1, keepdim=True)  # after each sequence's last unmasked token
-    index = torch.where(queries < 0, queries + end, queries)
-    counts = (index >= 0) & tokens.gather(1, index.clamp(min=0))
-    return index.clamp_(min=0), counts
+def _tokens(logits: Logits) -> Tensor:
+    """Which queries (B, Tq) are no padding."""
+    masks = logits.visibility
+    if masks.key_mask is not None and logits.own_keys:
+        return masks.key_mask[:, masks.offset :]
+    return torch.ones(masks.shape[::2], dtype=torch.bool, device=masks.device)
+
+
+def chosen(tokens: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (B, n) of the queries in each sequence, and whether they are tokens (B, Tq); negative ones from the last."""
+    tq = tokens.shape[1]
+    end = tq - tokens.flip(1).byte().argmax(1, keepdim=True)  # after each sequence's last token
+    row = torch.where(queries < 0, queries + end, queries)
+    index = row.clamp(0, tq - 1)
+    return index, (row == index) & tokens.gather(1, index)
 
 
 def _chosen_logits(logits: Logits, index: Tensor, batch: slice) -> Tensor:

@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from locater.errors import LocaterError, reason, require
 from locater.io import nulled, read_json
+from locater.measure.alarms import Alarm, alarms_between
+from locater.measure.observe import Observation, observe
+from locater.measure.predict import Prediction, predict
 from locater.models.pretrained import Pretrained, device_of, quiet
 
 if TYPE_CHECKING:
-    import numpy as np
     import pandas as pd
-    import torch
-    from numpy.typing import NDArray
-
-    from locater.measure import Alarm, Observation
-    from locater.measure.predict import Prediction
 
 __all__ = ["Reading", "alarms_since", "read"]
 
@@ -52,8 +53,6 @@ class Reading:
 
 def alarms_since(path: Path, now: dict[str, Any]) -> list[Alarm]:
     """What has collapsed since the measurement in a file, which must be of the same text and modules."""
-    from locater.measure import alarms_between
-
     before = read_json(path)
     if not {"heads", "layers", "length", "sequences"} <= before.keys():
         raise LocaterError(f"{path} is no measurement, as locater measure --json writes one")
@@ -153,8 +152,6 @@ def read(
 
 
 def _predicted(network: Any, ids: torch.Tensor, batch: int) -> tuple[Prediction, ...]:
-    from locater.measure import predict
-
     more: dict[str, Any] = _without_cache(network)
     return tuple(predict(network, ({"input_ids": part, **more} for part in ids.split(batch))))
 
@@ -162,10 +159,6 @@ def _predicted(network: Any, ids: torch.Tensor, batch: int) -> tuple[Prediction,
 def _observed(
     network: Any, ids: torch.Tensor, batch: int, query: int, progress: Callable[[float], None]
 ) -> Observation:
-    import torch
-
-    from locater.measure import observe
-
     with observe(network, queries=(query,), by_position=True) as seen, torch.inference_mode():
         for start in range(0, len(ids), batch):
             _forward(network, ids[start : start + batch])
@@ -174,8 +167,6 @@ def _observed(
 
 
 def _forward(network: Any, ids: torch.Tensor) -> None:
-    import torch
-
     try:
         network(input_ids=ids, attention_mask=torch.ones_like(ids), **_without_cache(network))
     except torch.OutOfMemoryError as error:

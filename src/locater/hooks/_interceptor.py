@@ -1,8 +1,8 @@
-"""Being there when the attention of a model's modules is computed, whatever computes it.
+"""Intercepting the attention calls of a model's modules, whatever computes them.
 
-Hugging Face's modules look their function up in a table, whose entry is replaced by one that calls the original and
-tells us; so is the forward of nn.MultiheadAttention. Modules that call softmax or scaled_dot_product_attention
-themselves are overheard while they run.
+Hugging Face's modules look their function up in a table, whose entry is patched; so is the forward of
+nn.MultiheadAttention. For modules that call softmax or scaled_dot_product_attention themselves, a torch function mode
+is active while their forward runs.
 """
 
 from __future__ import annotations
@@ -38,44 +38,40 @@ class Intercepted:
 
     module: nn.Module
     calls: list[Call]
-    states: Tensor | None = None  # (B, Tq, D) that the queries are made of, where they are to be seen
+    states: Tensor | None = None  # (B, Tq, D) that the queries are made of, where they are known
     logits: Tensor | None = None  # (B, H, Tq, Tk), where the module itself hands them to softmax
-    product: tuple[Tensor, Tensor] | None = None  # q (…, Tq, K) and k (…, Tk, K) that those are made of, if seen
+    product: tuple[Tensor, Tensor] | None = None  # q (…, Tq, K) and k (…, Tk, K) that those are made of, if known
 
 
 @dataclass(frozen=True)
 class Interceptor:
-    """Who hears of attention, and whether it `changes` it."""
-
     wants: Callable[[nn.Module], bool]
-    """Asked once a call whether it is to be told of it: reading one may wait for the device."""
+    """Asked once a call whether to intercept it: reading one may wait for the device."""
 
-    tell: Callable[[Intercepted, Tensor], Tensor | None]
-    """Told of the call and its result: outputs, or probabilities where `logits` are.
-
-    Gives the result that takes its place. None: this softmax was not the attention, and a later one may be.
-    """
+    handle: Callable[[Intercepted, Tensor], Tensor | None]
+    """Given the call and its result, which are outputs, or probabilities where there are `logits`; returns the result
+    to use. None: this softmax was not the attention, and a later one may be."""
 
     changes: bool = True
-    """If not, results stay, whatever it gives; and torch.compile leaves it alone, it tells as the code runs."""
+    """If not, results stay, whatever `handle` returns; and torch.compile does not trace it, but calls it."""
 
 
-def intercept(places: Iterable[AttentionSite], listener: Interceptor, undo: ExitStack) -> None:
-    """Lets `listener` hear every attention call of the modules, until undone."""
-    for place in places:
-        module = place.module
-        if place.way == "torch":
-            hooks = _Overhearing(module, listener, place.cross)
-            begin, end = (f if listener.changes else untraced(f) for f in (hooks.begin, hooks.end))
-            undo.callback(hooks.close)
+def intercept(sites: Iterable[AttentionSite], interceptor: Interceptor, undo: ExitStack) -> None:
+    """Hands every attention call of the sites to the interceptor, until undone."""
+    for site in sites:
+        module = site.module
+        if site.way == "torch":
+            hooks = _ForwardHooks(module, interceptor, site.cross)
+            begin, end = (f if interceptor.changes else untraced(f) for f in (hooks.begin, hooks.end))
+            undo.callback(hooks.end)
             undo.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
             undo.callback(module.register_forward_hook(end, always_call=True).remove)
-        for implementation, *where in place.functions():
-            hear = functools.partial(_told, listener, place.cross, implementation)
-            if listener.changes:
-                patch(*where).change(module, hear, undo)
+        for implementation, *where in site.functions():
+            hook = functools.partial(_on_call, interceptor, site.cross, implementation)
+            if interceptor.changes:
+                patch(*where).change(module, hook, undo)
             else:
-                patch(*where).observe(module, torch.no_grad()(hear), undo)
+                patch(*where).observe(module, torch.no_grad()(hook), undo)
 
 
 def in_backward() -> bool:
@@ -89,15 +85,15 @@ def hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | 
     return first if isinstance(first, Tensor) and first.is_floating_point() else None
 
 
-def _told(
-    listener: Interceptor,
+def _on_call(
+    interceptor: Interceptor,
     cross: bool,
     implementation: str,
     module: nn.Module,
     arguments: Callable[[], Mapping[str, Any]],
     result: Any,
 ) -> Any:
-    if not listener.wants(module):
+    if not interceptor.wants(module):
         return result
     if implementation == "multihead":
         assert isinstance(module, nn.MultiheadAttention)
@@ -105,57 +101,52 @@ def _told(
         intercepted = Intercepted(module, [call], states)
     else:
         intercepted = Intercepted(module, _calls.of_interface(implementation, arguments(), cross=cross))
-    return (listener.tell(intercepted, result[0]), *result[1:])
+    return (interceptor.handle(intercepted, result[0]), *result[1:])
 
 
-# ---------------------------------------------------------------------- modules that compute by themselves
+# ---------------------------------------------------------------------- modules that call torch's functions
 
 _ATTENTION = ("softmax", "scaled_dot_product_attention")
 _PRODUCTS = ("matmul", "bmm", "baddbmm")
 
 
-class _Overhearing:
-    """The hooks around a module's forward, between which torch's functions are overheard."""
+class _ForwardHooks:
+    """Hooks around a module's forward: a mode that intercepts torch's functions begins and ends with it."""
 
-    def __init__(self, module: nn.Module, listener: Interceptor, cross: bool) -> None:
+    def __init__(self, module: nn.Module, interceptor: Interceptor, cross: bool) -> None:
         self._key = id(module)
-        self._listener, self._cross = listener, cross
+        self.interceptor, self.cross = interceptor, cross
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.close()  # an interrupt may have ended a forward before its last hook
-        if id(module) == self._key and self._listener.wants(module):
-            ears = _Ears(self, module, self._listener, self._cross, hidden_states(args, kwargs))
-            ears.__enter__()  # type: ignore[no-untyped-call]
+        self.end()  # an interrupt may have ended a forward before its last hook
+        if id(module) == self._key and self.interceptor.wants(module):
+            mode = _FunctionMode(self, module, hidden_states(args, kwargs))
+            mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self, *_: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends what was begun in this thread: every thread has a stack of modes of its own."""
+        """In this thread: every thread has a stack of modes of its own."""
         for mode in _get_current_function_mode_stack():
-            if isinstance(mode, _Ears) and mode.hooks is self:
+            if isinstance(mode, _FunctionMode) and mode.hooks is self:
                 mode.close()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Overhearing:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardHooks:
         """A copy of the module has the same hooks, which do not act for it."""
         return self
 
 
-class _Ears(TorchFunctionMode):
-    """Hears the first softmax over (B, H, Tq, Tk), or scaled_dot_product_attention, and the product before it."""
+class _FunctionMode(TorchFunctionMode):
+    """Intercepts the first softmax over (B, H, Tq, Tk), or scaled_dot_product_attention, and the product before it."""
 
-    def __init__(
-        self, hooks: _Overhearing, module: nn.Module, listener: Interceptor, cross: bool, states: Tensor | None
-    ) -> None:
+    def __init__(self, hooks: _ForwardHooks, module: nn.Module, states: Tensor | None) -> None:
         super().__init__()
-        self.hooks = hooks
-        self._module, self._listener, self._cross, self._states = module, listener, cross, states
-        self._hear = self._heard if listener.changes else untraced(self._heard)
+        self.hooks, self._module, self._states = hooks, module, states
+        self._changes = hooks.interceptor.changes
+        self._handle = self._intercept if self._changes else untraced(self._intercept)
         self._product: tuple[Tensor, Tensor] | None = None
         self._done = False
 
     def close(self) -> None:
-        """Leaves the stack of modes, wherever it is: who came later may leave after us."""
+        """Leaves the stack of modes from wherever it stands: modes above it may be closed later."""
         self._done = True
         above = []
         while (top := _get_current_function_mode()) is not None and top is not self:
@@ -172,28 +163,28 @@ class _Ears(TorchFunctionMode):
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in _ATTENTION:
-            told = self._hear(name, args, kwargs, result)
-            return told if self._listener.changes else result
-        if self._listener.changes and self._product is None and name in _PRODUCTS:
+            handled = self._handle(name, args, kwargs, result)
+            return handled if self._changes else result
+        if self._changes and self._product is None and name in _PRODUCTS:
             self._product = _operands(args, kwargs)
         return result
 
-    def _heard(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Tensor:
+    def _intercept(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Tensor:
         if self._done:
             return result
-        states, logits = self._states, None
+        states, logits, product = self._states, None, None
         if name == "softmax":
             batch = len(states) if states is not None and states.ndim == 3 else None
-            found = _calls.of_softmax(args, kwargs, batch=batch, cross=self._cross)
+            found = _calls.of_softmax(args, kwargs, batch=batch, cross=self.hooks.cross)
             if found is None:
                 return result
-            call, logits = found
+            (call, logits), product = found, self._product
         else:
             call = _calls.of_sdpa(self._module, args, kwargs)
-        product = None if logits is None else self._product
-        told = self._listener.tell(Intercepted(self._module, [call], states, logits, product), result)
-        self._done = told is not None
-        return result if told is None else told
+        intercepted = Intercepted(self._module, [call], states, logits, product)
+        handled = self.hooks.interceptor.handle(intercepted, result)
+        self._done = handled is not None
+        return result if handled is None else handled
 
 
 def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
