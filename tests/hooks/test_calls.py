@@ -1,4 +1,4 @@
-"""The seam where attention is computed: those who listen share it, and leave it as it was."""
+"""Interceptors of attention calls: several share a module, and removing them restores it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from locater import observe
 from locater.control import ZLoss
 from locater.hooks import Interceptor, attention_sites, intercept
 from own_attention import OwnAttention
-
-ROOMS = ("theory", "models", "measure", "control", "lab", "figures", "report", "explore")
 
 
 @pytest.mark.parametrize("first", ["observer", "method"])
@@ -55,9 +53,9 @@ def test_a_method_leaves_the_fast_path_of_torchs_encoder():
 
 
 @pytest.mark.parametrize("changes", [True, False])
-def test_a_result_is_changed_by_those_who_change_and_by_nobody_else(changes):
+def test_a_result_is_changed_by_interceptors_that_change_and_by_no_others(changes):
     torch.manual_seed(0)
-    x, told = torch.randn(2, 6, 16), []
+    x, calls = torch.randn(2, 6, 16), []
     for model in (OwnAttention(), nn.MultiheadAttention(16, 4, batch_first=True)):
         inputs = (x,) if isinstance(model, OwnAttention) else (x, x, x)
 
@@ -67,15 +65,15 @@ def test_a_result_is_changed_by_those_who_change_and_by_nobody_else(changes):
 
         plain = output()
         with ExitStack() as undo:
-            wants = Interceptor(lambda _: True, lambda heard, result: told.append(heard) or 0 * result, changes=changes)
+            wants = Interceptor(lambda _: True, lambda call, result: calls.append(call) or 0 * result, changes=changes)
             intercept(attention_sites(model), wants, undo)
             assert torch.equal(output(), plain) is not changes
-            assert told.pop().calls[0].q.shape == (2, 4, 6, 4)
+            assert calls.pop().calls[0].q.shape == (2, 4, 6, 4)
         assert torch.equal(output(), plain)
-        assert not told
+        assert not calls
 
 
-def test_a_module_that_threads_share_is_overheard_in_each_and_left():
+def test_a_module_that_threads_share_is_intercepted_in_each():
     """Torch's modes belong to a thread: what is begun in one is ended there."""
     torch.manual_seed(0)
     model, x = OwnAttention(), torch.randn(2, 6, 16)

@@ -15,7 +15,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-3, to
 def materialised(
     q, k, *, causal=True, scale=None, key_mask=None, window=None, softcap=None, alibi_slopes=None, bias=None
 ):
-    """Logits (B, H, Tq, Tk) in float64, −∞ where hidden: what no model wants to keep."""
+    """Logits (B, H, Tq, Tk) in float64, −∞ where masked: what no model wants to keep."""
     (_, h, tq, width), (_, g, tk, _) = q.shape, k.shape
     s = q.double() @ k.double().repeat_interleave(h // g, 1).mT
     s = s / math.sqrt(width) if scale is None else s * scale
@@ -80,8 +80,8 @@ def check_rho(rho, s, rows, tolerance):
 def last_rows(tq, key_mask, own_keys, batch):
     if key_mask is None or not own_keys:
         return [tq - 1] * batch
-    visible = [row.nonzero().flatten().tolist() for row in key_mask[:, -tq:]]
-    return [places[-1] if places else None for places in visible]
+    unmasked = [row.nonzero().flatten().tolist() for row in key_mask[:, -tq:]]
+    return [rows[-1] if rows else None for rows in unmasked]
 
 
 @st.composite

@@ -192,15 +192,15 @@ pair = st.lists(number, min_size=2, max_size=2)
 def test_a_log_as_a_whole_has_the_alarms_of_its_steps_in_turn(tmp_path_factory, drawn):
     file = tmp_path_factory.mktemp("log") / "a.jsonl"
     at = Thresholds(patience=1, rank_patience=2, rank=0.5, entropy=0.5, logit=10)
-    alarms, told = Alarms(at), []
-    alarms.tell = told.append
+    alarms, raised = Alarms(at), []
+    alarms.tell = raised.append
     found = []
     with open(file, "w") as log:
         for step, (module, share, logit, rank) in enumerate(drawn):
             row = line(step, share, logit, rank, module)
             found += alarms.update(step, [row])
             log.write(json.dumps(row) + "\n")
-    assert alarms_of(read_log(file), at) == found == told == alarms.raised
+    assert alarms_of(read_log(file), at) == found == raised == alarms.raised
 
 
 # ---------------------------------------------------------------- beside training
@@ -246,17 +246,17 @@ IDS = torch.arange(3, 10)[None] % VOCABULARY
 
 
 def test_a_log_tells_alarms_and_its_lines_stay_the_same(tmp_path, broken):
-    told = []
-    for name, alarms in (("a", told.append), ("b", Alarms())):
+    raised = []
+    for name, alarms in (("a", raised.append), ("b", Alarms())):
         log = AttentionLog(broken, every=1, file=tmp_path / name, alarms=alarms)
         for step in range(3):
             with log.step(step):
                 broken(input_ids=IDS)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    assert [(alarm.step, alarm.kind, alarm.module) for alarm in told] == [
+    assert [(alarm.step, alarm.kind, alarm.module) for alarm in raised] == [
         (0, "logit growth", "model.layers.1.self_attn")
     ]
-    assert log.alarms == told == alarms_of(read_log(tmp_path / "a"))
+    assert log.alarms == raised == alarms_of(read_log(tmp_path / "a"))
     assert set(read_log(tmp_path / "a")["keys"]) == {IDS.shape[1]}
 
 
@@ -269,33 +269,33 @@ def test_alarms_are_warnings_in_pythons_logging_unless_someone_is_told(tmp_path,
 
 
 def test_a_log_that_is_gone_on_with_does_not_tell_again(tmp_path, broken):
-    file, told = tmp_path / "a.jsonl", []
+    file, raised = tmp_path / "a.jsonl", []
     for steps in (range(2), range(2, 4)):
-        log = AttentionLog(broken, every=1, file=file, alarms=told.append)
+        log = AttentionLog(broken, every=1, file=file, alarms=raised.append)
         for step in steps:
             with log.step(step):
                 broken(input_ids=IDS)
-    assert len(told) == 1
-    assert log.alarms == told == alarms_of(read_log(file))
+    assert len(raised) == 1
+    assert log.alarms == raised == alarms_of(read_log(file))
 
 
 def test_trainers_callbacks_tell_alarms_and_remember_them(tmp_path, broken):
-    told = []
-    callback = ObserveCallback(every=1, file=tmp_path / "a.jsonl", alarms=told.append)
+    raised = []
+    callback = ObserveCallback(every=1, file=tmp_path / "a.jsonl", alarms=raised.append)
     state = SimpleNamespace(global_step=0, is_world_process_zero=True)
     callback.on_train_begin(None, state, None, model=broken)
     callback.on_step_begin(None, state, None)
     broken(input_ids=IDS)
     callback.on_step_end(None, state, None)
     callback.on_train_end(None, state, None)
-    assert callback.alarms == told
-    assert kinds(told) == ["logit growth"]
-    callback = LightningCallback(every=1, file=tmp_path / "b.jsonl", alarms=told.append)
+    assert callback.alarms == raised
+    assert kinds(raised) == ["logit growth"]
+    callback = LightningCallback(every=1, file=tmp_path / "b.jsonl", alarms=raised.append)
     trainer = SimpleNamespace(global_step=0, is_global_zero=True)
     callback.on_train_start(trainer, broken)
     callback.on_train_batch_start(trainer, broken, None, 0)
     broken(input_ids=IDS)
     callback.on_train_batch_end(trainer, broken, None, None, 0)
     callback.on_train_end(trainer, broken)
-    assert callback.alarms == told[1:]
-    assert kinds(told) == ["logit growth"] * 2
+    assert callback.alarms == raised[1:]
+    assert kinds(raised) == ["logit growth"] * 2

@@ -191,15 +191,18 @@ def test_a_query_that_sees_nothing_has_no_entropy_and_no_logit(small):
     assert not found.rho.isnan().any()  # of sequence 0 alone, for the first keys
 
 
-@pytest.mark.parametrize("visible", [slice(0, 20), slice(10, 30)])
-def test_padding_on_either_side_leaves_the_rest_as_it_was(small, visible):
+@pytest.mark.parametrize("unmasked", [slice(0, 20), slice(10, 30)])
+def test_padding_on_either_side_leaves_the_rest_as_it_was(small, unmasked):
     q, k = small
     mask = torch.zeros(2, 30, dtype=torch.bool)
-    mask[:, visible] = True
-    padded, short = attention_statistics(q, k, key_mask=mask), attention_statistics(q[:, :, visible], k[:, :, visible])
+    mask[:, unmasked] = True
+    padded, short = (
+        attention_statistics(q, k, key_mask=mask),
+        attention_statistics(q[:, :, unmasked], k[:, :, unmasked]),
+    )
     for name in ("entropy", "max_logit", "logsumexp"):
-        torch.testing.assert_close(getattr(padded, name)[:, :, visible], getattr(short, name), rtol=1e-6, atol=1e-6)
-    assert torch.equal(padded.rho[:, visible], short.rho)
+        torch.testing.assert_close(getattr(padded, name)[:, :, unmasked], getattr(short, name), rtol=1e-6, atol=1e-6)
+    assert torch.equal(padded.rho[:, unmasked], short.rho)
     assert padded.rho[:, ~mask[0]].isnan().all()
 
 
@@ -258,10 +261,10 @@ def test_a_mask_may_come_as_a_bias_of_any_kind(small):
     q, k = small
     mask = torch.arange(30) < torch.tensor([12, 30])[:, None]
     causal = torch.ones(30, 30, dtype=torch.bool).tril()
-    visible = mask[:, None, None] & causal
+    unmasked = mask[:, None, None] & causal
     expected = attention_statistics(q, k, key_mask=mask)
-    lowest = torch.where(visible, 0.0, torch.finfo(torch.float32).min)  # as transformers fills it
-    for bias in (visible, lowest, lowest.bfloat16(), torch.where(visible, 0.0, -math.inf)):
+    lowest = torch.where(unmasked, 0.0, torch.finfo(torch.float32).min)  # as transformers fills it
+    for bias in (unmasked, lowest, lowest.bfloat16(), torch.where(unmasked, 0.0, -math.inf)):
         found = attention_statistics(q, k, bias=bias, causal=False)
         same(found[:3], expected[:3])
         # which token is the last, a bias does not say
@@ -375,7 +378,7 @@ def test_autocast_does_not_reach_the_products():
         same(attention_statistics(q, k), expected)
 
 
-def test_a_logit_that_is_not_a_number_is_not_hidden():
+def test_a_logit_that_is_not_a_number_is_not_masked():
     q, k = torch.ones(1, 1, 4, 2), torch.ones(1, 1, 4, 2)
     k[0, 0, 2] = math.nan
     for value in attention_statistics(q, k)[:3]:

@@ -66,10 +66,10 @@ def test_over_batches_they_are_the_sample_covariances_of_all_sequences():
 def test_padding_is_left_out_and_sequences_that_are_too_short_do_not_count(side):
     model, generator = build("llama"), torch.Generator().manual_seed(1)
     ids, lengths = torch.randint(3, VOCABULARY, (7, 10), generator=generator), torch.tensor([10, 4, 6, 7, 5, 10, 6])
-    place = torch.arange(10)
+    position = torch.arange(10)
     mask = {
-        "left": place >= 10 - lengths[:, None],
-        "right": place < lengths[:, None],
+        "left": position >= 10 - lengths[:, None],
+        "right": position < lengths[:, None],
         "between": torch.stack([torch.randperm(10, generator=generator) < n for n in lengths]),
     }[side]
     batch = {"input_ids": ids, "attention_mask": mask.long()}

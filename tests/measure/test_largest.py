@@ -11,7 +11,7 @@ from locater.measure import attention_statistics, max_logits
 
 
 @given(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(1, 20), st.integers(0, 9), st.booleans())
-def test_it_is_the_largest_over_all_visible_pairs(batch, groups, per_group, tokens, more, causal):
+def test_it_is_the_largest_over_all_unmasked_pairs(batch, groups, per_group, tokens, more, causal):
     torch.manual_seed(tokens)
     q, k = torch.randn(batch, groups * per_group, tokens, 4), torch.randn(batch, groups, tokens + more, 4)
     found = max_logits(q, k, causal=causal, scale=0.7)

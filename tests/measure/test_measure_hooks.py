@@ -224,7 +224,7 @@ def test_steps_between_are_not_observed(tmp_path):
     with log.step(1) as seen:
         assert seen is None
         assert_left_alone(model)
-    with log.step(4) as seen:  # 3 was never told
+    with log.step(4) as seen:  # 3 never began
         model(input_ids=batch(0))
         assert seen is not None
     with log.step(5) as seen:

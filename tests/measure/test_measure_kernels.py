@@ -172,7 +172,7 @@ def test_the_same_call_gives_the_same_bits():
 
 
 @runs
-def test_a_logit_that_is_not_a_number_is_not_hidden():
+def test_a_logit_that_is_not_a_number_is_not_masked():
     q, k = numbers(1, 1, 40, 16), numbers(1, 1, 40, 16, seed=1)
     k[0, 0, 30] = math.nan
     found = statistics(q, k, View(0.25, right=0))

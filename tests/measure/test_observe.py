@@ -156,9 +156,9 @@ def test_sdpa_and_eager_have_the_same_statistics(name):
 def padded(side, tokens=11, real=(11, 7, 2)):
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, VOCABULARY, (len(real), tokens), generator=generator)
-    place = torch.arange(tokens)
+    position = torch.arange(tokens)
     lengths = torch.tensor(real)[:, None]
-    mask = place < lengths if side == "right" else place >= tokens - lengths
+    mask = position < lengths if side == "right" else position >= tokens - lengths
     return ids.masked_fill(~mask, 0), mask
 
 
@@ -500,7 +500,7 @@ def test_an_exception_leaves_everything_as_it_was(name):
     def fail(*_):
         raise KeyboardInterrupt
 
-    # interrupted inside an attention module, where no hook of ours is told
+    # interrupted inside an attention module, where no hook of ours runs
     inner = next(m for m in model.modules() if "Attention" in type(m).__name__)
     handle = next(m for m in inner.modules() if isinstance(m, nn.Linear)).register_forward_hook(fail)
     with pytest.raises(KeyboardInterrupt), observe(model):
@@ -552,13 +552,13 @@ def test_multihead_attention_gives_the_entropy_of_its_weights():
     for batch_first in (True, False):
         module = nn.MultiheadAttention(16, 4, kdim=12, vdim=12, batch_first=batch_first)
         a, b = (query, key) if batch_first else (query.transpose(0, 1), key.transpose(0, 1))
-        hidden = torch.zeros(3, 7, dtype=torch.bool)
-        hidden[1, 4:] = True
+        padding = torch.zeros(3, 7, dtype=torch.bool)
+        padding[1, 4:] = True
         mask = torch.randn(12, 5, 7)
         for training in (True, False):
             module.train(training)
             with observe(module) as seen:
-                _, weights = module(a, b, b, key_padding_mask=torch.zeros(3, 7).masked_fill(hidden, -torch.inf),
+                _, weights = module(a, b, b, key_padding_mask=torch.zeros(3, 7).masked_fill(padding, -torch.inf),
                                     attn_mask=mask, average_attn_weights=False)  # fmt: skip
             expected = torch.special.entr(weights).sum(-1).mean((0, 2)).detach()
             np.testing.assert_allclose(seen.table()["entropy"], expected, rtol=1e-5)
@@ -620,7 +620,7 @@ def test_a_call_with_nothing_in_it_is_let_through_and_does_not_count(sizes):
     assert (seen.table()["queries"] == 18).all()
 
 
-def test_a_module_of_ones_own_is_overheard():
+def test_a_module_of_ones_own_is_intercepted():
     torch.manual_seed(0)
     model, x = nn.Sequential(OwnAttention(), OwnAttention()), torch.randn(2, 6, 16)
     with torch.no_grad():
@@ -644,7 +644,7 @@ class Shaped(nn.Module):
         return functional.scaled_dot_product_attention(q, k, v)
 
 
-def test_one_head_of_one_sequence_is_overheard_and_what_has_more_sizes_is_refused_by_its_shape():
+def test_one_head_of_one_sequence_is_intercepted_and_what_has_more_sizes_is_refused_by_its_shape():
     torch.manual_seed(0)
     x = torch.randn(6, 16)
     one = Shaped((6, 16))

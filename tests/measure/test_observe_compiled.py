@@ -41,7 +41,7 @@ class Skipping(nn.Module):
         return x
 
 
-def overheard():
+def calls_sdpa():
     torch.manual_seed(0)
     return nn.Sequential(OwnAttention(), OwnAttention())
 
@@ -98,9 +98,9 @@ def test_a_compiled_hugging_face_model_is_observed_again_and_again():
 
 
 @pytest.mark.parametrize("how", [compiled, compiled_in_place, compiled_in_part])
-@pytest.mark.parametrize("make", [overheard, torchs])
+@pytest.mark.parametrize("make", [calls_sdpa, torchs])
 @torch.no_grad()
-def test_a_compiled_model_that_would_not_tell_is_refused_unless_it_runs_uncompiled(make, how):
+def test_a_compiled_model_that_would_run_no_hooks_is_refused_unless_it_runs_uncompiled(make, how):
     model = make()
     with observe(model) as expected:
         model(X)
@@ -114,9 +114,9 @@ def test_a_compiled_model_that_would_not_tell_is_refused_unless_it_runs_uncompil
     assert_same(seen.table(), expected.table())
 
 
-@pytest.mark.parametrize("make", [overheard, torchs])
+@pytest.mark.parametrize("make", [calls_sdpa, torchs])
 @torch.no_grad()
-def test_code_compiled_inside_the_block_tells_and_is_rid_of_it_afterwards(make):
+def test_code_compiled_inside_the_block_is_intercepted_and_free_of_it_afterwards(make):
     model = make()
     plain = model(X)
     with observe(model) as seen:
@@ -130,9 +130,9 @@ def test_code_compiled_inside_the_block_tells_and_is_rid_of_it_afterwards(make):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("make", [overheard, torchs])
+@pytest.mark.parametrize("make", [calls_sdpa, torchs])
 @torch.no_grad()
-def test_a_model_that_ran_unheard_in_compiled_code_is_warned_of(make):
+def test_a_model_whose_calls_were_missed_in_compiled_code_is_warned_of(make):
     model = make()
     around = torch.compile(lambda x: model(x), backend="eager")
     around(X)
@@ -173,8 +173,8 @@ def capped():
 def test_flex_attention_has_the_statistics_of_eager(make, side):
     model, tables = make(), []
     ids = torch.randint(3, VOCABULARY, (3, 11), generator=torch.Generator().manual_seed(3))
-    lengths, place = torch.tensor([11, 7, 2])[:, None], torch.arange(11)
-    mask = {"none": lengths > 0, "left": place >= 11 - lengths, "right": place < lengths}[side].expand(3, 11)
+    lengths, position = torch.tensor([11, 7, 2])[:, None], torch.arange(11)
+    mask = {"none": lengths > 0, "left": position >= 11 - lengths, "right": position < lengths}[side].expand(3, 11)
     with torch.compiler.set_stance("force_eager"):  # compiling it for a CPU takes half a minute
         for backend in ("eager", "flex_attention"):
             model.set_attn_implementation(backend)

@@ -1,4 +1,4 @@
-"""Which keys are masked for a query: the one place that knows.
+"""Which keys are masked for a query, for every room that asks.
 
 A key is masked by its distance from the query (`causal`, `window`), by `key_mask`, or by `bias`. Distances are between
 aligned positions: the last query stands at the last key.

@@ -1,7 +1,7 @@
 """Blocks of logits, and what is kept of them: m = max s, ℓ = Σ e^(s − m) and w = Σ e^(s − m) (s − m) of each query.
 
 On a CPU, logits are taken in shares so small that PyTorch works on each with one thread, in the cache. Two threads that
-meet after each of some hundred operations lose by waiting what they gain, and ten times that where cores are shared.
+wait for each other after each of some hundred operations gain nothing, and lose ten times that where cores are shared.
 """
 
 from __future__ import annotations

@@ -38,18 +38,18 @@ _LOG2_E = math.log2(math.e)
 
 
 class View(NamedTuple):
-    """What a query sees and how its logits are made; places are aligned, the last query's is the last key's."""
+    """Which keys are masked and how logits are made; positions are aligned, the last query's is the last key's."""
 
     scale: float
-    left: int | None = None  # how many keys before its own place; None is all
+    left: int | None = None  # how many keys before its own position; None is all
     right: int | None = None  # and after it
-    key_mask: Tensor | None = None  # (B, TK) bool: False hides a key from all
+    key_mask: Tensor | None = None  # (B, TK) bool: False masks a key for all queries
     softcap: float | None = None
     slopes: Tensor | None = None  # (H,): a logit falls by slope · |distance|
 
 
 def applies(q: Tensor, k: Tensor, view: View) -> bool:
-    """Whether the kernel takes these; a scale below 0 would turn its maxima into minima."""
+    """Whether the kernel takes these; a scale below 0 would make minima of its maxima."""
     return q.dtype == k.dtype and q.dtype in _DTYPES and q.shape[3] <= _WIDEST and view.scale >= 0 and available(q)
 
 
@@ -70,8 +70,8 @@ def _tanh(x):
 
 @jit
 @no_type_check
-def _keys(pointers, columns, ds, TK, D: tl.constexpr, BLOCK_D: tl.constexpr, HIDES: tl.constexpr):
-    if HIDES:
+def _keys(pointers, columns, ds, TK, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKS: tl.constexpr):
+    if MASKS:
         keys = tl.load(pointers, mask=(columns < TK)[:, None] & (ds < D)[None, :], other=0.0)
     elif D != BLOCK_D:
         keys = tl.load(pointers, mask=(ds < D)[None, :], other=0.0)
@@ -83,12 +83,12 @@ def _keys(pointers, columns, ds, TK, D: tl.constexpr, BLOCK_D: tl.constexpr, HID
 @jit
 @no_type_check
 def _absorb(
-    m, total, weighted, queries, there, places, slope, k, k_table, key_mask, b, g, start, stop, TK, k_t, unit, inner,
-    left, right, HIDES: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    m, total, weighted, queries, there, positions, slope, k, k_table, key_mask, b, g, start, stop, TK, k_t, unit, inner,
+    left, right, MASKS: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     SLICE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr,
     MASKED: tl.constexpr, TABLE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """m, ℓ and w after the keys from start to stop; where not HIDES, all queries see all of them.
+    """m, ℓ and w after the keys from start to stop; where not MASKS, none is masked for any query.
 
     `queries` are a block's values (BLOCK_Q, BLOCK_D), or the addresses of its first SLICE columns if SLICE < BLOCK_D.
     """
@@ -100,29 +100,29 @@ def _absorb(
             keys = k_table.load([b, g, column, 0]).reshape(BLOCK_K, BLOCK_D)
             s = tl.dot(queries, tl.trans(keys.to(OPERAND)), input_precision=PRECISION)
         elif SLICE == BLOCK_D:
-            keys = _keys(k + column * stride + within, columns, ds, TK, D, BLOCK_D, HIDES)
+            keys = _keys(k + column * stride + within, columns, ds, TK, D, BLOCK_D, MASKS)
             s = tl.dot(queries, tl.trans(keys.to(OPERAND)), input_precision=PRECISION)
         else:
             s = tl.zeros((queries.shape[0], BLOCK_K), tl.float32)
             for d in tl.static_range(0, BLOCK_D, SLICE):
                 some = tl.load(queries + d, mask=there & (ds + d < D)[None, :], other=0.0).to(OPERAND)
-                keys = _keys(k + column * stride + within + d, columns, ds + d, TK, D, BLOCK_D, HIDES)
+                keys = _keys(k + column * stride + within + d, columns, ds + d, TK, D, BLOCK_D, MASKS)
                 s = tl.dot(some, tl.trans(keys.to(OPERAND)), s, input_precision=PRECISION)
         if CAPPED:
             s = _tanh(s * inner)
-        if HIDES or SLOPED:
+        if MASKS or SLOPED:
             s *= unit
             if SLOPED:
-                s -= slope * tl.abs(places[:, None] - columns[None, :]).to(tl.float32)
-            if HIDES:
-                seen = (columns < TK)[None, :]
+                s -= slope * tl.abs(positions[:, None] - columns[None, :]).to(tl.float32)
+            if MASKS:
+                unmasked = (columns < TK)[None, :]
                 if MASKED:
-                    seen &= (tl.load(key_mask + columns, mask=columns < TK, other=0) != 0)[None, :]
+                    unmasked &= (tl.load(key_mask + columns, mask=columns < TK, other=0) != 0)[None, :]
                 if LEFT:
-                    seen &= columns[None, :] >= places[:, None] - left
+                    unmasked &= columns[None, :] >= positions[:, None] - left
                 if RIGHT:
-                    seen &= columns[None, :] <= places[:, None] + right
-                s = tl.where(seen, s, -1e38)  # finite, for 0 · −∞ is not 0, and far below the first m
+                    unmasked &= columns[None, :] <= positions[:, None] + right
+                s = tl.where(unmasked, s, -1e38)  # finite, for 0 · −∞ is not 0, and far below the first m
             new = tl.maximum(m, tl.max(s, 1))
             s -= new[:, None]
         else:
@@ -151,12 +151,12 @@ def _rows_kernel(
     """
     ln_2: tl.constexpr = 0.6931471805599453
     pid, blocks = tl.program_id(0), tl.cdiv(TQ, BLOCK_Q)
-    # blocks of a head are neighbours, which share its keys in the cache; its last sees most keys and goes first
+    # blocks of a head are neighbours, which share its keys in the cache; its last has most unmasked keys and goes first
     block, head = blocks - 1 - pid % blocks, pid // blocks
     b, h = head // H, head % H
     g = h // R
     rows, ds = block * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, SLICE)
-    places = rows + (TK - TQ)
+    positions = rows + (TK - TQ)
     q += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
     k += b.to(tl.int64) * k_b + g.to(tl.int64) * k_g
     there = (rows < TQ)[:, None]
@@ -168,7 +168,7 @@ def _rows_kernel(
         slope = tl.load(slopes + h)
     if MASKED:
         key_mask += b.to(tl.int64) * mask_b
-    # keys from low to high are seen by some query of the block, blocks of keys from whole_low to whole_high by all
+    # keys from low to high are unmasked for some query of the block, blocks from whole_low to whole_high for all
     first = block * BLOCK_Q + TK - TQ
     last = tl.minimum(block * BLOCK_Q + BLOCK_Q, TQ) - 1 + TK - TQ
     low, high, whole_low, whole_high = 0, TK, 0, TK // BLOCK_K * BLOCK_K
@@ -190,16 +190,16 @@ def _rows_kernel(
                 start = low
         if (part == 2 or not MASKED) and (part > 0 or LEFT):
             m, total, weighted = _absorb(
-                m, total, weighted, queries, there, places, slope, k, k_table, key_mask, b, g, start, stop, TK, k_t,
+                m, total, weighted, queries, there, positions, slope, k, k_table, key_mask, b, g, start, stop, TK, k_t,
                 unit, inner, left, right, part != 1, D, BLOCK_K, BLOCK_D, SLICE, LEFT, RIGHT, CAPPED, SLOPED, MASKED,
                 TABLE, OPERAND, PRECISION, STAGES,
             )  # fmt: skip
-    sees = total != 0  # also where it is NaN
-    total, m = tl.where(sees, total, 1.0), tl.where(total == total, m, total)
+    attends = total != 0  # also where it is NaN
+    total, m = tl.where(attends, total, 1.0), tl.where(total == total, m, total)
     bits, out = tl.log2(total), head.to(tl.int64) * TQ + rows
     tl.store(entropy + out, (bits - weighted / total) * ln_2, mask=rows < TQ)
-    tl.store(top + out, tl.where(sees, m * ln_2, float("-inf")), mask=rows < TQ)
-    tl.store(lse + out, tl.where(sees, (m + bits) * ln_2, float("-inf")), mask=rows < TQ)
+    tl.store(top + out, tl.where(attends, m * ln_2, float("-inf")), mask=rows < TQ)
+    tl.store(lse + out, tl.where(attends, (m + bits) * ln_2, float("-inf")), mask=rows < TQ)
 
 
 # ---------------------------------------------------------------------- tiles
@@ -253,7 +253,7 @@ _TUNED: dict[tuple[Any, ...], Tiles] = {}
 def row_statistics(q: Tensor, k: Tensor, view: View, *, tiles: Tiles | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Entropy, largest logit and logsumexp (B, H, TQ) in float32, of q (B, H, TQ, D) and k (B, G, TK, D).
 
-    Rows that see no key have 0, −∞ and −∞. What `applies` refuses must not come here.
+    Rows whose keys are all masked have 0, −∞ and −∞. What `applies` refuses must not come here.
     """
     entropy, top, lse = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(3))
     tiles = tiles or _TUNED.get(_kind(q, view))

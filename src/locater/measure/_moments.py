@@ -37,7 +37,7 @@ class Covariances(NamedTuple):
 
 
 class Moments:
-    """Sums over the sequences seen so far that have T tokens or more, their first T."""
+    """Sums over the sequences so far that have T tokens or more, their first T."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens

@@ -30,7 +30,7 @@ class HeadTally:
     def __init__(self, queries: tuple[int, ...], by_position: bool = False) -> None:
         self._queries, self._by_position = queries, by_position
         self._sums: dict[str, Tensor] = {}
-        self._max_logit: Tensor | None = None  # None where no call came by
+        self._max_logit: Tensor | None = None  # None before the first call
 
     def __bool__(self) -> bool:
         return self._max_logit is not None

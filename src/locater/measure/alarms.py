@@ -4,8 +4,8 @@
     alarms_of(read_log("attention.jsonl"))                     # afterwards, by the same rule
     alarms_between(before, now)                                # of two readings: by the thresholds alone
 
-Every attention module is watched by itself. An alarm is raised once, when it begins; it ends when its number is well on
-the good side again, and only then can it be raised anew.
+Every attention module has alarms of its own. An alarm is raised once, when it begins. It ends when its number is well
+on the good side again, and only then can it be raised anew.
 
 entropy collapse    The heads' mean entropy share is a small part of the highest it has been, while logits are larger
                     than healthy training needs. A mean, and with logits, because single heads are sharp in healthy
@@ -99,11 +99,11 @@ class Alarms:
 
     @classmethod
     def of(cls, wish: Alarms | Callable[[Alarm], object] | None) -> Alarms:
-        """An Alarms as it is, one that tells a function, or, for None, one that warns through Python's logging."""
+        """An Alarms as it is, one that calls a function, or, for None, one that warns through Python's logging."""
         if isinstance(wish, Alarms):
             return wish
         if wish is not None and not callable(wish):
-            raise LocaterError(f"alarms must be an Alarms, a function that is told of each, or None, got {wish!r:.80}")
+            raise LocaterError(f"alarms must be an Alarms, a function to call with each, or None, got {wish!r:.80}")
         return cls(tell=wish if wish is not None else logging.getLogger(__name__).warning)
 
     def update(self, step: int, rows: Iterable[Mapping[str, Any]]) -> list[Alarm]:
@@ -118,7 +118,7 @@ class Alarms:
         return found
 
     def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Takes the lines of a log in their order, as `update` would, and tells nobody."""
+        """Takes the lines of a log in their order, as `update` would, without calling `tell`."""
         for step, lines in groupby(rows, key=_step):
             self._found(step, lines)
 
@@ -150,8 +150,8 @@ def alarms_between(
 ) -> list[Alarm]:
     """What has collapsed from one reading of a model to a later one, which are steps 0 and 1.
 
-    A reading is lines as a log has them, a module each. Nothing has to last and nothing counts as sudden, for nobody
-    looked in between.
+    A reading is lines as a log has them, a module each. Nothing has to last and nothing counts as sudden, as nothing
+    is known of the steps between.
     """
     at = replace(thresholds or Thresholds(), patience=1, rank_patience=1)
     modules: dict[str, _Module] = {}

@@ -11,7 +11,7 @@
      "entropy": […], "entropy_share": […], "max_logit": […],              a number a head, null where not finite
      "rank_residual": …, "effective_rank": …, "mean_cosine": …}           of the tokens that enter the module
 
-A step's lines are on disk, whole, before the next step begins. `locater.measure.alarms` watches them.
+A step's lines are on disk, whole, before the next step begins. `locater.measure.alarms` are raised over them.
 """
 
 from __future__ import annotations

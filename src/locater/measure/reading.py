@@ -121,7 +121,7 @@ def read(
 
     `predicting` runs them once more and sets `measure.predict` to work, which takes minutes on many heads."""
     require("transformers", "hf")
-    place = device_of(device)
+    target = device_of(device)
     pretrained = Pretrained.called(model, revision)
     with quiet():
         ids, suffix = pretrained.sequences(text, length, source)
@@ -130,8 +130,8 @@ def read(
                 f"--predict needs at least 4 sequences, and {source} makes {len(ids)}: "
                 "give more text or a smaller --length"
             )
-        network, part = pretrained.network(place)
-    seen = _observed(network, ids.to(place), batch, -1 - suffix, progress)
+        network, part = pretrained.network(target)
+    seen = _observed(network, ids.to(target), batch, -1 - suffix, progress)
     heads, tokens = seen.table(), seen.tokens()
     means = heads.groupby("module", sort=False).agg(
         {"layer": "first", "kind": "first", "entropy": "mean", "entropy_share": "mean", "max_logit": "max"}
@@ -147,7 +147,7 @@ def read(
         rho={name: seen.rho(name, -1 - suffix) for name in names},
         entropy_by_position={name: seen.entropy_by_position(name) for name in names},
         part=part,
-        predicted=_predicted(network, ids.to(place), batch) if predicting else (),
+        predicted=_predicted(network, ids.to(target), batch) if predicting else (),
     )
 
 
