@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +54,12 @@ def draw(
     if number not in FIGURES:
         raise LocaterError(f"figure must be one of {', '.join(map(str, FIGURES))}, got {number}")
     make = _from_runs(number, runs) if number in FROM_RUNS else _from_theory(number)
-    folder = writable_folder(Path(out))
-    with style():
-        files = _files(f"figure-{number}", make(progress or (lambda _: None)), {"figure": number})
-    return [write_file(folder / name, content) for name, content in files.items()]
+
+    def drawn() -> dict[str, Drawing]:
+        drawing = make(progress or (lambda _: None))
+        return {f"figure-{number}": replace(drawing, data={"figure": number} | (drawing.data or {}))}
+
+    return _write(out, drawn)
 
 
 def draw_run(folder: str | Path, out: str | Path, name: str) -> list[Path]:
@@ -65,42 +68,32 @@ def draw_run(folder: str | Path, out: str | Path, name: str) -> list[Path]:
     from locater.lab.claims.series import read_sweep
 
     sweep = read_sweep(folder)
-    target = writable_folder(Path(out))
-    with style():
-        files = _files(f"{name}-curves", _lab.curves(sweep)) | _files(f"{name}-rho", _lab.propagation(sweep))
-    return [write_file(target / file, content) for file, content in files.items()]
+    return _write(out, lambda: {f"{name}-curves": _lab.curves(sweep), f"{name}-rho": _lab.propagation(sweep)})
 
 
 def draw_arena(models: pd.DataFrame, title: str, unit: str, out: str | Path) -> list[Path]:
     """Writes arena.png, .svg and .json, of what `locater.lab.arena.read_arena` gives, into the folder `out`."""
     from locater.figures import _arena
 
-    with style():
-        files = _files("arena", _arena.against_rate(models, title, unit))
-    folder = writable_folder(Path(out))
-    return [write_file(folder / name, content) for name, content in files.items()]
+    return _write(out, lambda: {"arena": _arena.against_rate(models, title, unit)})
 
 
 def draw_scan(scan: Scan, out: str | Path) -> list[Path]:
     """Writes scan-maps and, if the scan has them, scan-eigenvalues, as PNG and SVG, into the folder `out`."""
+    from locater.figures._paper import Drawing
     from locater.figures.scan import clouds, maps
 
-    folder = writable_folder(Path(out))
-    with style():
-        drawn = {"scan-maps": maps(scan)} | ({"scan-eigenvalues": clouds(scan)} if scan.eigenvalues else {})
-        contents = {f"{name}.{kind}": data for name, fig in drawn.items() for kind, data in pictures(fig).items()}
-    return [write_file(folder / name, content) for name, content in contents.items()]
+    makers = {"scan-maps": maps} | ({"scan-eigenvalues": clouds} if scan.eigenvalues else {})
+    return _write(out, lambda: {name: Drawing(make(scan)) for name, make in makers.items()})
 
 
 def draw_measure(seen: Reading, title: str, out: str | Path) -> list[Path]:
     """Writes measure-maps and measure-positions, as PNG and SVG, into the folder `out`."""
     from locater.figures import _measure
+    from locater.figures._paper import Drawing
 
-    with style():
-        drawn = {"measure-maps": _measure.maps(seen, title), "measure-positions": _measure.positions(seen, title)}
-        contents = {f"{name}.{kind}": data for name, fig in drawn.items() for kind, data in pictures(fig).items()}
-    folder = writable_folder(Path(out))
-    return [write_file(folder / name, content) for name, content in contents.items()]
+    makers = {"measure-maps": _measure.maps, "measure-positions": _measure.positions}
+    return _write(out, lambda: {name: Drawing(make(seen, title)) for name, make in makers.items()})
 
 
 def _from_theory(number: int) -> Callable[[Progress], Drawing]:
@@ -122,16 +115,20 @@ def _from_runs(number: int, runs: str | Path | None) -> Callable[[Progress], Dra
     return lambda progress: _lab.figure(number, sweep, progress)
 
 
-def _files(stem: str, drawing: Drawing, heading: dict[str, Any] | None = None) -> dict[str, bytes]:
-    """A drawing as PNG, SVG and JSON."""
-    contents = pictures(drawing.figure) | {
-        "json": json.dumps({**(heading or {}), **drawing.data}, allow_nan=False).encode()
-    }
-    return {f"{stem}.{kind}": content for kind, content in contents.items()}
+def _write(out: str | Path, draw: Callable[[], Mapping[str, Drawing]]) -> list[Path]:
+    """Each drawing by its name, as PNG, SVG and, if it has data, JSON: all of these files, or none."""
+    folder = writable_folder(Path(out))
+    files: dict[str, bytes] = {}
+    with style():
+        for name, drawing in draw().items():
+            files |= {f"{name}.{kind}": content for kind, content in pictures(drawing.figure).items()}
+            if drawing.data is not None:
+                files[f"{name}.json"] = json.dumps(drawing.data, allow_nan=False).encode()
+    return [write_file(folder / name, content) for name, content in files.items()]
 
 
 def style() -> AbstractContextManager[None]:
-    """The look of every picture the package makes."""
+    """Of every picture the package makes."""
     import matplotlib
 
     return matplotlib.rc_context(_STYLE)

@@ -40,7 +40,7 @@ RIGHT: dict[str, Any] = {"color": BLUE, "linestyle": "-"}
 @dataclass(frozen=True)
 class Drawing:
     figure: Figure
-    data: dict[str, Any]  # plain lists and numbers, as JSON takes them
+    data: dict[str, Any] | None = None  # plain lists and numbers, as JSON takes them
 
 
 def figure_1(progress: Progress) -> Drawing:

@@ -1,7 +1,7 @@
 """LocAteR against its rivals: one decoder, one text, rising learning rates, and what each method makes of them.
 
-A contender is a method and the strengths it is tried at, its authors' default first; all contenders have as many. Each
-is trained stacked, strengths × learning rates × seeds at once, by the engine that trains the paper's models.
+A contender is a method and the strengths it is tried at, its authors' default first; all that have a strength have as
+many. Each is trained stacked, strengths × learning rates × seeds at once, by the engine that trains the paper's models.
 """
 
 from __future__ import annotations
@@ -165,14 +165,14 @@ def run_arena(
         timed = {name: arena.planned(name) for name in (REFERENCE, *untimed)}
         first = {name: (config, members[0]) for name, (config, members) in timed.items()}
         write_timing(folder, time_contenders(first, corpus, torch_device))
-    tell = watch or (lambda _group, _progress: None)
+    watch = watch or (lambda _group, _progress: None)
     for name, plan in zip(arena.contenders, plans, strict=True):
         discard_unfinished(plan)
         run_plan(
             plan,
             corpus,
             device=device,
-            watch=lambda group, progress, name=name: tell(f"{name} {group}", progress),  # type: ignore[misc]
+            watch=lambda group, progress, name=name: watch(f"{name} {group}", progress),  # type: ignore[misc]
         )
 
 

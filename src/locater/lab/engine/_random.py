@@ -64,23 +64,23 @@ def dropout_bits(key: Tensor, count: int) -> Tensor:
 
 def keep_mask(key: Tensor, count: int, rate: float) -> Tensor:
     """Which of `count` elements stay: (E, count), True with probability 1 − rate."""
-    if not 0 <= rate < 1:
-        raise LocaterError(f"rate must lie in [0, 1), got {rate!r}")
-    return dropout_bits(key, count) >= _kernels.threshold_of(rate)
+    return dropout_bits(key, count) >= _kernels.threshold_of(_checked(rate))
 
 
 def dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:
     """x/(1 − rate) where `keep_mask` says so, else 0. x (E, …), key (E,); elements of a member count row by row."""
-    if not 0 <= rate < 1:
-        raise LocaterError(f"rate must lie in [0, 1), got {rate!r}")
-    return x if rate == 0 else _apply(x, None, key, rate)
+    return x if _checked(rate) == 0 else _apply(x, None, key, rate)
 
 
 def dropout_add(x: Tensor, residual: Tensor, key: Tensor, rate: float) -> Tensor:
     """residual + dropout(x), in one pass on a GPU."""
+    return residual + x if _checked(rate) == 0 else _apply(x, residual, key, rate)
+
+
+def _checked(rate: float) -> float:
     if not 0 <= rate < 1:
         raise LocaterError(f"rate must lie in [0, 1), got {rate!r}")
-    return residual + x if rate == 0 else _apply(x, residual, key, rate)
+    return rate
 
 
 class _Dropout(torch.autograd.Function):

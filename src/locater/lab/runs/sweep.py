@@ -110,24 +110,21 @@ def sweep(
     if address is not None and engine != "ray":
         raise LocaterError("an address is for the engine ray: add --engine ray")
     plan = Plan.of(folder, config, members, group_size, about or {})
-    tell = watch or (lambda _group, _progress: None)
+    watch = watch or (lambda _group, _progress: None)
     if engine == "ray":
         from locater.lab.runs.ray import run_on_cluster
 
         plan.write()
-        run_on_cluster(plan, address=address, device=device, watch=tell)
+        run_on_cluster(plan, address=address, device=device, watch=watch)
         return plan
     corpus = load_corpus(config.data, unit=config.unit, vocabulary=config.vocabulary)
     check_sizes(config, corpus)  # before anything is written
-    run_plan(plan, corpus, device=device, watch=tell)
+    run_plan(plan, corpus, device=device, watch=watch)
     return plan
 
 
-def run_plan(
-    plan: Plan, corpus: Corpus, *, device: str | None = None, watch: Callable[[str, Progress], None] | None = None
-) -> None:
+def run_plan(plan: Plan, corpus: Corpus, *, device: str | None, watch: Callable[[str, Progress], None]) -> None:
     """Trains the groups of a plan here, one after the other."""
-    tell = watch or (lambda _group, _progress: None)
     plan.write()
     for group in plan.groups:
         train(
@@ -136,6 +133,6 @@ def run_plan(
             plan.folder / group.name,
             corpus=corpus,
             device=device,
-            watch=lambda progress, name=group.name: tell(name, progress),  # type: ignore[misc]
+            watch=lambda progress, name=group.name: watch(name, progress),  # type: ignore[misc]
             about=plan.about,
         )

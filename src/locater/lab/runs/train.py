@@ -100,7 +100,8 @@ def train(
         began = time.perf_counter()
         with _Interrupts() as interrupts, _outputs(metrics, kept, tensorboard) as record:
             try:
-                _Session(stack, run, metrics, record, interrupts, watch).run_to_the_end(_note(loaded))
+                session = _Session(stack, run, metrics, record, interrupts, watch or (lambda _: None))
+                session.run_to_the_end(_note(loaded))
             finally:
                 before = run.about.get("seconds")
                 spent = time.perf_counter() - began + (before if isinstance(before, int | float) else 0.0)
@@ -109,24 +110,21 @@ def train(
     return run
 
 
+@dataclass
 class _Session:
     """From the step the stack is at to the last one."""
 
-    def __init__(
-        self,
-        stack: Stack,
-        run: Run,
-        metrics: MetricsFile,
-        record: Callable[[list[dict[str, Any]]], None],
-        interrupts: _Interrupts,
-        watch: Watch | None,
-    ) -> None:
-        self.stack, self.run, self.metrics, self.record, self.interrupts = stack, run, metrics, record, interrupts
-        self.watch = watch or (lambda _: None)
+    stack: Stack
+    run: Run
+    metrics: MetricsFile
+    record: Callable[[list[dict[str, Any]]], None]
+    interrupts: _Interrupts
+    watch: Watch
+
+    def __post_init__(self) -> None:
         self.perplexities: dict[str, float | None] = {}
-        steps = zip(stack.members, stack.broke_at.tolist(), strict=True)
+        steps = zip(self.stack.members, self.stack.broke_at.tolist(), strict=True)
         self.broke_at = {member.name: step for member, step in steps if step >= 0}
-        self._fingerprint = _fingerprint(run)
 
     def run_to_the_end(self, note: str) -> None:
         config, stack = self.run.config, self.stack
@@ -154,7 +152,7 @@ class _Session:
 
     def _save(self) -> None:
         folder, state = self.run.folder / "checkpoints", self.stack.state()
-        checkpoint.save(folder, self.stack.step, state, self._fingerprint, self.metrics.checksums)
+        checkpoint.save(folder, self.stack.step, state, _fingerprint(self.run), self.metrics.checksums)
 
     def _measure(self) -> None:
         records = self.stack.measure()
@@ -297,18 +295,13 @@ def _outputs(metrics: MetricsFile, step: int, tensorboard: bool) -> Iterator[Cal
 
 
 def _scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a record by name, those of layers as name/layer, those of heads as name/layer.head."""
     for name, value in row.items():
         if name in ("step", "member", "rho", "eigenvalues") or value is None:
             continue
-        if not isinstance(value, list):
-            yield name, value
-            continue
-        for i, layer in enumerate(value):
-            if not isinstance(layer, list):
-                yield f"{name}/{i}", layer
-                continue
-            for j, head in enumerate(layer):
-                yield f"{name}/{i}.{j}", head
+        found = np.asarray(value, dtype=float)  # a number that is null is NaN
+        for index, number in np.ndenumerate(found):
+            yield "/".join(filter(None, (name, ".".join(map(str, index))))), number
 
 
 class Terminated(SystemExit):
