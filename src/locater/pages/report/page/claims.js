@@ -17,11 +17,11 @@ function verdicts(rows) {
 }
 
 function claimsTable(rows, note) {
-  const told = [...VERDICTS.keys()]
+  const counts = [...VERDICTS.keys()]
     .map((verdict) => [rows.filter((row) => row.verdict === verdict).length, verdict])
     .filter(([count]) => count);
   const more = note ? ` ${note[0].toUpperCase()}${note.slice(1)}.` : "";
-  const sum = el("p.sum", `Of ${rows.length}: ${told.map((each) => each.join(" ")).join(", ")}.${more}`);
+  const sum = el("p.sum", `Of ${rows.length}: ${counts.map((each) => each.join(" ")).join(", ")}.${more}`);
   const open = rows.filter((row) => row.verdict === "cannot tell");
   if (open.length <= rows.length / 2) return [sum, verdicts(rows)];
   // a small sweep decides little; what it does not is not put first

@@ -144,7 +144,7 @@ function spectraPart(pair) {
   if (!spectra)
     return [
       head,
-      el("p.note", "The records hold no eigenvalues: a run writes them with its last step, unless told not to."),
+      el("p.note", "The records hold no eigenvalues: a run writes them with its last step, unless its setting `details` is off."),
     ];
   const state = { part: 0 };
   const [clouds, shares] = spectrumFigures(pair, state);

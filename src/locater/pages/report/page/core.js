@@ -99,7 +99,7 @@ function range(count) {
   return Array.from({ length: count }, (_, index) => index);
 }
 
-/** A labelled <select>; options are texts, what is told is the index. */
+/** A labelled <select>; options are texts, their index is passed on. */
 function choice(label, options, index, tell) {
   const box = el(
     "select",

@@ -115,7 +115,7 @@ function legend(...items) {
   );
 }
 
-/** A figure: `make` gives {data, layout} for the state as it is; `click` is told the point that was clicked. */
+/** A figure: `make` gives {data, layout} for the state as it is; `click` is given the point that was clicked. */
 class Figure {
   constructor(label, height, make, click = null) {
     this.make = make;

@@ -3,7 +3,7 @@
 const PAGE = 50;
 
 /**
- * columns: [{name, values, words?, digits?}] with one value a row. `pick` is told the row that was clicked.
+ * columns: [{name, values, words?, digits?}] with one value a row. `pick` is given the row that was clicked.
  * Returns the element, with .select(row) to mark one.
  */
 function sortable(columns, { pick, sortBy = null, label = "", all = false } = {}) {
