@@ -81,9 +81,9 @@ def test_json_in_a_page_cannot_end_its_element():
 
 def test_a_page_whose_slots_and_parts_differ_is_not_made():
     assert _pages.put("a {{ONE}} b {{TWO}}", {"ONE": "{{TWO}}", "TWO": "2"}) == "a {{TWO}} b 2"
-    with pytest.raises(LocaterError, match="slots for ONE, TWO and is given ONE$"):
+    with pytest.raises(LocaterError, match=r"slots for ONE, TWO and is given ONE$"):
         _pages.put("{{ONE}} {{TWO}}", {"ONE": ""})
-    with pytest.raises(LocaterError, match="slots for ONE and is given ONE, TWO$"):
+    with pytest.raises(LocaterError, match=r"slots for ONE and is given ONE, TWO$"):
         _pages.put("{{ONE}}", {"ONE": "", "TWO": ""})
 
 
