@@ -150,7 +150,7 @@ def test_layers_may_be_chosen_and_the_end_leaves_nothing(corpus):
 
     with pytest.raises(KeyboardInterrupt), observe(stack, layers=[1], queries=[-1, 3]) as seen:
         fail()
-    assert not stack._watchers
+    assert not stack._recorders
     assert set(seen.table()["layer"]) == {1}
     assert np.isnan(seen.rho("other/layers.1", 3)[:, 4:]).all()
     stack.forward_backward()  # is not seen

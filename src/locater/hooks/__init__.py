@@ -8,7 +8,7 @@ An intercepted `Call` is queries, keys, and which keys are masked, whatever the 
 """
 
 from locater.hooks._calls import Call, of_multihead, of_stack
-from locater.hooks._compiling import HOW, has_compiled, plain_name, untraced
+from locater.hooks._compiling import HOW, has_compiled, untraced
 from locater.hooks._interceptor import Intercepted, Interceptor, hidden_states, in_backward, intercept
 from locater.hooks._patching import Patch, patch
 from locater.hooks._sites import (
@@ -44,7 +44,6 @@ __all__ = [
     "of_multihead",
     "of_stack",
     "patch",
-    "plain_name",
     "reads_attribute",
     "untraced",
     "visible",

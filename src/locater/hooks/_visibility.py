@@ -48,6 +48,8 @@ def cut_from(x: Tensor, cut: Sequence[slice]) -> Tensor:
 
 @dataclass(frozen=True)
 class Visibility:
+    """Which of the keys are masked for each of the queries."""
+
     shape: tuple[int, int, int, int]  # B, H, Tq, Tk
     device: torch.device
     causal: bool = False  # masks the keys after a query's own position
@@ -57,7 +59,7 @@ class Visibility:
 
     @cached_property
     def left(self) -> int:
-        """How many keys before its own position a query may attend to; Tq + Tk or more is all, wherever it stands."""
+        """How many keys before its own position a query may attend to; without a window, more than any distance."""
         return sum(self.shape[2:]) if self.window is None else self.window - 1
 
     @cached_property

@@ -42,7 +42,7 @@ class Recorder(Protocol):
 
 
 class _EveryNth:
-    """True for the first of so many."""
+    """True at the first call, and at every n-th from there."""
 
     def __init__(self, n: int) -> None:
         self._n, self._count = n, 0
@@ -93,7 +93,7 @@ class _Forward:
 
 
 class Tracker:
-    """Hands the calls of every so-and-so-manyth forward to the recorders, from `attach` on until it is undone."""
+    """Hands the attention calls of every n-th forward to the recorders, from `attach` on until it is undone."""
 
     def __init__(self, model: nn.Module | Stacked, every: int, recorders: Iterable[Recorder]) -> None:
         if not isinstance(every, int) or every < 1:
