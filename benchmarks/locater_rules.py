@@ -2,7 +2,7 @@
 
     python benchmarks/locater_rules.py [ARENA] [--steps N] [--rates X,Y] [--seeds I,J] [--set NAME=VALUE] [RULE ...]
 
-A rule is what differs from auto's, as in growth=300:power=2:log_from=1000:limit=2. docs/arena.md has what came of some.
+A rule is what differs from auto's, as in growth=300:power=2:log_from=1000:limit=2. docs/rivals.md has some results.
 """
 
 from __future__ import annotations

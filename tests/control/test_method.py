@@ -233,3 +233,25 @@ def test_what_a_method_remembers_is_in_its_state_and_goes_on_from_there(name):
     assert resumed.state_dict() == ({**state, "step": 7} if state else {})
     with pytest.raises(LocaterError):
         resumed.load_state_dict({"nonsense": 1})
+
+
+def test_a_second_locater_on_one_optimizer_is_refused_and_one_on_another_is_not():
+    model = build("gpt2")
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    reg = LocAteR(model, scale_strength=1e-4, mean_strength=1e-4).attach(first).attach(first).attach(second)
+    again = LocAteR(model, scale_strength=1e-4, mean_strength=1e-4)
+    with pytest.raises(LocaterError, match="another LocAteR is attached to this optimizer already; detach"):
+        again.attach(first)
+    reg.detach()
+    again.attach(first)
+    assert [method.name for method in applied(model)] == ["LocAteR"]
+
+
+def test_what_contradicts_an_attached_locater_is_refused():
+    model = build("gpt2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reg = LocAteR(model, scale_strength=1e-4, mean_strength=1e-4).attach(optimizer)
+    with pytest.raises(LocaterError, match="σReparam and LocAteR contradict each other"):
+        SigmaReparam().apply(model)
+    reg.detach()
+    SigmaReparam().apply(model).remove()

@@ -12,7 +12,7 @@ from torch import nn
 
 from locater import observe
 from locater.control import QKClip, Softcap, ZLoss
-from locater.control._logsumexp import logsumexp
+from locater.control.rules.logsumexp import logsumexp
 from locater.hooks import Call
 
 STRENGTH = 0.3
@@ -58,7 +58,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("block", [1, 10**9])
 def test_the_logsumexp_and_its_gradient_are_those_of_all_logits_at_once(name, block, monkeypatch):
-    monkeypatch.setattr("locater.control._logsumexp._CPU_LOGITS", block)  # a query at a time, or all
+    monkeypatch.setattr("locater.control.rules.logsumexp._CPU_LOGITS", block)  # a query at a time, or all
     one = CALLS[name]()
     weight = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     expected = dense_logsumexp(one)

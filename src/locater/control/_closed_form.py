@@ -33,6 +33,8 @@ class Coefficients(NamedTuple):
 class GradientGroup(Group):
     """Modules whose gradients are added together."""
 
+    with_biases = False
+
     def add_gradient_(self, c: Coefficients) -> None:
         """Adds the penalty's gradient for the weights that are trained."""
         if self._add_by_kernels(c):

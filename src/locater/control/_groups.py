@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -19,7 +19,9 @@ RateOf: TypeAlias = Callable[[Tensor], int | None]
 
 Rates: TypeAlias = tuple[int | None, int | None]
 
-_STACK_BYTES = 64 << 20  # modules up to this size are stacked: small ones wait for launches
+# modules up to this size are stacked, and as much again of what is made of them: small ones wait for launches
+_STACK_BYTES = {"cuda": 512 << 20}
+_CPU_STACK_BYTES = 64 << 20
 
 
 @dataclass(eq=False)
@@ -29,6 +31,7 @@ class Group:
     members: list[Attention]
     rates: Rates
     biases: Rates
+    with_biases: ClassVar[bool] = True  # whether biases are changed, too
 
     @property
     def trained(self) -> tuple[bool, bool]:
@@ -38,7 +41,8 @@ class Group:
         """As many members at a time as are worth stacking; sharded ones are gathered one by one."""
         tensor = self.members[0].key.tensor
         each = sum(4 * one.weight.numel() for one in projections(self.members[0]))
-        size = 1 if is_sharded(tensor) else max(1, _STACK_BYTES // (2 * each))
+        most = _STACK_BYTES.get(tensor.device.type, _CPU_STACK_BYTES)
+        size = 1 if is_sharded(tensor) else max(1, most // (2 * each))
         return (self.members[start : start + size] for start in range(0, len(self.members), size))
 
 
@@ -51,7 +55,7 @@ class Groups(Generic[G]):
     def __init__(self, attentions: Sequence[Attention], kind: type[G]) -> None:
         self._attentions, self._kind = attentions, kind
         parts = [one for attention in attentions for one in projections(attention)]
-        biases = [bias for one in parts if (bias := one.bias_tensor) is not None]
+        biases = [bias for one in parts if (bias := one.bias_tensor) is not None and kind.with_biases]
         self._tensors = [*(one.tensor for one in parts), *biases]
         self._known: dict[Hashable, tuple[list[Any], list[G]]] = {}
 

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -51,8 +51,7 @@ class Method(ABC):
             raise LocaterError(f"{self.name} is applied to a torch module, got {type(model).__name__}")
         optimizer = None if optimizer is None else unwrapped(optimizer)
         for entry in _entries(model):
-            if self._repeats(entry, optimizer):
-                raise LocaterError(f"{self.name} is applied to this model already; remove() that first")
+            self._refuse_repeat(entry, optimizer)
             reason = self.contradicts(entry.method) or entry.method.contradicts(self)
             if reason is not None:
                 raise LocaterError(f"{self.name} and {entry.method.name} contradict each other: {reason}")
@@ -65,9 +64,10 @@ class Method(ABC):
         del other
         return None
 
-    def _repeats(self, entry: _Entry, optimizer: Optimizer | None) -> bool:
+    def _refuse_repeat(self, entry: _Entry, optimizer: Optimizer | None) -> None:
         del optimizer
-        return entry.method.name == self.name
+        if entry.method.name == self.name:
+            raise LocaterError(f"{self.name} is applied to this model already; remove() that first")
 
     @abstractmethod
     def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
@@ -79,11 +79,6 @@ class Method(ABC):
         return optimizer
 
 
-class Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
-
-
 @dataclass
 class Installed:
     """What a method has done: the modules it acts on, the parameters it added, what it has to log and to remember."""
@@ -91,7 +86,7 @@ class Installed:
     modules: Sequence[nn.Module]
     parameters: Sequence[nn.Parameter] = ()
     measure: Callable[[], dict[str, float]] = field(default=dict)
-    state: Stateful | None = None
+    state: Regulariser | None = None
 
 
 class Applied:
@@ -178,13 +173,14 @@ def around_step(
         if closure is None:
             before()
             return None
-        evaluations = Counter[str]()
+        done = False
 
         def evaluate() -> Any:
+            nonlocal done
             loss = closure()
-            if not (once and evaluations["done"]):
+            if not (once and done):
                 before()
-            evaluations["done"] += 1
+            done = True
             return loss
 
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
@@ -319,7 +315,7 @@ class LocAteRForm(Method):
 
 
 class _Attachment(LocAteRForm):
-    """A regulariser that `attach` puts to work: on several optimizers, but not beside another on one of them."""
+    """A regulariser that `attach` puts to work: on several optimizers, but not beside one of its kind on the same."""
 
     def __init__(self, regulariser: Regulariser) -> None:
         self._bound = regulariser
@@ -328,8 +324,10 @@ class _Attachment(LocAteRForm):
         del model
         return self._bound
 
-    def _repeats(self, entry: _Entry, optimizer: Optimizer | None) -> bool:
+    def _refuse_repeat(self, entry: _Entry, optimizer: Optimizer | None) -> None:
         other = entry.method
-        if isinstance(other, _Attachment) and other._bound is self._bound:
-            return False
-        return other.name == self.name and entry.optimizer is not None and entry.optimizer() is optimizer
+        if not isinstance(other, _Attachment) or other._bound is self._bound or entry.optimizer is None:
+            return
+        kind = type(self._bound)
+        if type(other._bound) is kind and entry.optimizer() is optimizer:
+            raise LocaterError(f"another {kind.__name__} is attached to this optimizer already; detach() that first")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from locater.control._logsumexp import logsumexp
 from locater.control._numbers import checked_strength
 from locater.control.apply import Installed, Method
+from locater.control.rules.logsumexp import logsumexp
 from locater.control.rules.z_loss import LossScale, penalised, squared
 from locater.errors import LocaterError
 from locater.hooks import Intercepted, Interceptor, attention_sites, intercept

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from locater.control._logsumexp import logsumexp
 from locater.control.rules import sigma_reparam as sigma
 from locater.control.rules.decay import decay_factor
 from locater.control.rules.decoupled import VERSION, Decoupled
+from locater.control.rules.logsumexp import logsumexp
 from locater.control.rules.qk_clip import clip_factors
 from locater.control.rules.qk_norm import normalised
 from locater.control.rules.softcap import softcapped
