@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from locater.errors import LocaterError, reason
 
 __all__ = [
     "JsonLines",
+    "checksum",
     "inside",
     "json_bytes",
     "nulled",
@@ -81,6 +83,12 @@ def open_file(path: Path) -> BufferedReader:
         os.close(handle)
         raise LocaterError(f"cannot read {path}: it is a {'folder' if stat.S_ISDIR(mode) else 'pipe or a device'}")
     return os.fdopen(handle, "rb")
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file's content."""
+    with open_file(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_file(path: Path, *, largest: int | None = None) -> bytes:

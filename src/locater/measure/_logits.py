@@ -36,17 +36,17 @@ class Logits:
         cls,
         q: Tensor,
         k: Tensor,
-        causal: bool,
+        causal: bool = True,
         scale: float | None = None,
         key_mask: Tensor | None = None,
         window: int | None = None,
         softcap: float | None = None,
-        slopes: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         bias: Bias | None = None,
     ) -> Logits:
         _check_operands(q, k)
         (b, h, tq, width), tk = q.shape, k.shape[2]
-        if tq > tk and (causal or window is not None or slopes is not None):
+        if tq > tk and (causal or window is not None or alibi_slopes is not None):
             raise LocaterError(
                 f"positions aligned to the last key (causal, window, ALiBi) need at least as many keys ({tk}) "
                 f"as queries ({tq})"
@@ -59,12 +59,13 @@ class Logits:
         if softcap is not None and not 0 < softcap < math.inf:
             raise LocaterError(f"softcap must be positive and finite, got {softcap}")
         _check_key_mask(key_mask, (b, tk), q.device)
-        if slopes is not None and (slopes.shape != (h,) or slopes.device != q.device):
+        if alibi_slopes is not None and (alibi_slopes.shape != (h,) or alibi_slopes.device != q.device):
             raise LocaterError(
-                f"alibi_slopes must be ({h},) on {q.device}, one a head, got {tuple(slopes.shape)} on {slopes.device}"
+                f"alibi_slopes must be ({h},) on {q.device}, one a head, "
+                f"got {tuple(alibi_slopes.shape)} on {alibi_slopes.device}"
             )
         visibility = Visibility((b, h, tq, tk), q.device, causal, window, key_mask, bias)
-        return cls(q, k, visibility, scale, softcap, slopes)
+        return cls(q, k, visibility, scale, softcap, alibi_slopes)
 
     @property
     def view(self) -> View:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,19 +76,7 @@ def attention_statistics(
 
 
 @torch.no_grad()
-def signal_propagation(
-    q: Tensor,
-    k: Tensor,
-    *,
-    queries: Sequence[int] = (-1,),
-    causal: bool = True,
-    scale: float | None = None,
-    key_mask: Tensor | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    bias: Bias | None = None,
-) -> Tensor:
+def signal_propagation(q: Tensor, k: Tensor, *, queries: Sequence[int] = (-1,), **options: Any) -> Tensor:
     """Measured ρ (H, queries, Tk): the share of the batch where key i has z_i in [0, 1] for the chosen queries.
 
     z is the piecewise linear softmax of Definition 1: z_i = 1/T + (s_i − mean s)/T over the query's T unmasked keys.
@@ -100,7 +88,7 @@ def signal_propagation(
     (neither aligned nor of one length) queries have no keys of their own, and none is padding. Other options are those
     of `attention_statistics`.
     """
-    logits = Logits.of(q, k, causal, scale, key_mask, window, softcap, alibi_slopes, bias)
+    logits = Logits.of(q, k, **options)
     rows, tq = [int(query) for query in queries], q.shape[2]
     if not rows or not all(-tq <= row < tq for row in rows):
         raise LocaterError(f"queries must be one or more rows from {-tq} to {tq - 1}, got {rows}")

@@ -5,15 +5,12 @@ trainer = lightning.Trainer(callbacks=[ObserveCallback(every=50)])
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from locater.errors import require
 from locater.measure._callback import LogCallback
-from locater.measure.alarms import Alarm, Alarms
 
 require("lightning", "lightning")
 
@@ -23,22 +20,15 @@ __all__ = ["ObserveCallback"]
 
 
 class ObserveCallback(LogCallback, lightning.Callback):
-    """An `AttentionLog` of the LightningModule, or of the `model` in it that is given, written by the first process.
+    """An `AttentionLog`, whose arguments it takes, of the LightningModule, or of the `model` in it that is given,
+    written by the first process.
 
     A line's step is Lightning's global_step, how many updates there were; with gradient accumulation the first batch
     of an update is observed. Validation is not.
     """
 
-    def __init__(
-        self,
-        every: int = 50,
-        file: str | Path | None = "attention.jsonl",
-        tensorboard: str | Path | None = None,
-        layers: Sequence[int] | None = None,
-        model: nn.Module | None = None,
-        alarms: Alarms | Callable[[Alarm], object] | None = None,
-    ) -> None:
-        super().__init__(every, file, tensorboard, layers, alarms)
+    def __init__(self, *log: Any, model: nn.Module | None = None, **options: Any) -> None:
+        super().__init__(*log, **options)
         self.model = model
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -25,7 +25,7 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 from locater.errors import LocaterError, require
-from locater.io import open_file, write_file
+from locater.io import checksum, open_file, write_file
 from locater.lab.config import check_whole, fingerprint
 from locater.lab.data import _wikitext
 from locater.lab.data._bytes import Bytes, cut, read_bytes
@@ -152,7 +152,7 @@ class _Text:
 
     def key(self, vocabulary: int | None) -> str:
         # A hash of the bytes rather than size and time: it takes milliseconds and cannot be fooled by either.
-        digests = {split: [_digest(path) for path in paths] for split, paths in self.files.items()}
+        digests = {split: [checksum(path) for path in paths] for split, paths in self.files.items()}
         return fingerprint([_FORMAT, self.how, vocabulary, digests])
 
 
@@ -358,8 +358,3 @@ def _write_entry(entry: Path, corpus: Corpus) -> None:
             write_file(entry / f"{split}.npy", buffer.getvalue())
         value = {"fingerprint": corpus.fingerprint, "words": corpus.words}
         write_file(entry / "corpus.json", json.dumps(value).encode())
-
-
-def _digest(path: Path) -> str:
-    with open_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

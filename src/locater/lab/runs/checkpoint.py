@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from locater.errors import LocaterError, reason
-from locater.io import json_bytes, open_file, read_json, write_file
+from locater.io import checksum, json_bytes, read_json, write_file
 from locater.lab.runs.records import Checksums
 
 __all__ = ["Loaded", "load_newest", "newest_step", "save"]
@@ -44,7 +44,7 @@ def save(folder: Path, step: int, state: dict[str, Tensor], belongs_to: str, rec
         handle, temporary = tempfile.mkstemp(dir=folder, prefix=".unfinished-")
         os.close(handle)
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, temporary)
-        checksum = _checksum(Path(temporary))
+        digest = checksum(Path(temporary))
         _flush(Path(temporary))
         os.replace(temporary, path)
     except Exception as error:  # safetensors has an exception of its own for what the disk says
@@ -53,7 +53,7 @@ def save(folder: Path, step: int, state: dict[str, Tensor], belongs_to: str, rec
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         why = "the disk is full" if full else reason(error)
         raise LocaterError(f"cannot write the checkpoint {path}: {why}; the one before it is intact") from error
-    manifest = {"step": step, "sha256": checksum, "bytes": path.stat().st_size, "belongs_to": belongs_to}
+    manifest = {"step": step, "sha256": digest, "bytes": path.stat().st_size, "belongs_to": belongs_to}
     manifest["records"] = sorted(records.items())
     manifest["manifest_sha256"] = _of_manifest(manifest)
     _flush(write_file(path.with_suffix(".json"), json_bytes(manifest) + b"\n"))
@@ -68,7 +68,7 @@ def load_newest(folder: Path, belongs_to: str) -> Loaded | None:
         tensors = path.with_suffix(".safetensors")
         try:
             manifest = _read_manifest(path)
-            if (_checksum(tensors), tensors.stat().st_size) != (manifest["sha256"], manifest["bytes"]):
+            if (checksum(tensors), tensors.stat().st_size) != (manifest["sha256"], manifest["bytes"]):
                 raise ValueError("its checksum is not the one in its manifest")
             state = load_file(tensors)
         except Exception as error:  # whatever a damaged file makes its readers say
@@ -113,11 +113,6 @@ def _remove_old(folder: Path) -> None:
         # also what a killed process left: tensors without a manifest, unfinished files
         if re.match(r"step-|\.unfinished-|\.step-", path.name) and path.stem not in kept:
             path.unlink(missing_ok=True)
-
-
-def _checksum(path: Path) -> str:
-    with open_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:
