@@ -25,7 +25,7 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 from locater.errors import LocaterError, require
-from locater.io import checksum, open_file, write_file
+from locater.io import checksum, write_file
 from locater.lab.config import check_whole, fingerprint
 from locater.lab.data import _wikitext
 from locater.lab.data._bytes import Bytes, cut, read_bytes
