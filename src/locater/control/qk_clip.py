@@ -54,8 +54,8 @@ class QKClip(Method):
     def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
         optimizer = self._optimizer(optimizer)
         known, held = attentions(model), held_by(optimizer)
-        heads = {attention.module: _Heads.of(attention, held) for attention in known}
-        by_module: dict[int, _Heads] = {}
+        heads = {attention.module: _Largest.of(attention, held) for attention in known}
+        by_module: dict[int, _Largest] = {}
 
         def wants(module: nn.Module) -> bool:
             return module.training and id(module) in by_module and not in_backward()
@@ -83,7 +83,7 @@ class QKClip(Method):
         return Installed([model.get_submodule(name) for name in heads], measure=measure)
 
     @torch.no_grad()
-    def _clip(self, heads: list[_Heads]) -> None:
+    def _clip(self, heads: list[_Largest]) -> None:
         device = heads[0].largest.device
         largest = torch.cat([one.largest.to(device).flatten() for one in heads])
         if dist.is_available() and dist.is_initialized():
@@ -98,7 +98,7 @@ class QKClip(Method):
 
 
 @dataclass
-class _Heads:
+class _Largest:
     """The heads of one module, the largest logit of each so far, and which of its weights may be scaled."""
 
     attention: Attention
@@ -107,7 +107,7 @@ class _Heads:
     clipped_at: Tensor  # at the last step
 
     @classmethod
-    def of(cls, attention: Attention, held: set[int]) -> _Heads:
+    def of(cls, attention: Attention, held: set[int]) -> _Largest:
         if attention.query_norm is not None or attention.key_norm is not None:
             raise LocaterError(f"{attention.module} normalises q and k itself, so QK-clip's scaling would do nothing")
         key = attention.key

@@ -10,7 +10,6 @@ Legend: E stacked models, B blocks, L layers, T tokens, H heads, K head width, D
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -159,42 +158,32 @@ class SigmaReparam(_Remaining):
 
     def start(self, values: Parameters) -> None:
         self._vectors: dict[str, tuple[Tensor, Tensor]] = {}  # u (E, O, P), v (E, I, P)
-        for name, part in self._weights():
-            w = values[f"{name}.weight"]
-            u, v = sigma.first_singular_vectors(w, part.to(w.device), self._count(name))
-            self._vectors[name] = u, v
-            values[f"{name}.gamma"].copy_(sigma.spectral_norms(w, u, v))
-
-    def _count(self, name: str) -> int:
-        return self.matrices[name.rpartition(".")[2]]
-
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The names of the weights, and to which of its matrices each output of one belongs."""
-        d, ffn = self.config.width, self.config.ffn
+        self._parts: dict[str, Tensor] = {}  # (O,): to which matrix of a weight each output belongs
         for layer in range(self.config.layers):
-            for name, count in self.matrices.items():
-                part = torch.zeros(ffn if name == "fc1" else d, dtype=torch.long)
-                if name == "qkv":
-                    part = torch.arange(3).repeat_interleave(d)
-                    part[part >= count] = -1
-                yield f"layers.{layer}.{name}", part
+            for kind, count in self.matrices.items():
+                name = f"layers.{layer}.{kind}"
+                w = values[f"{name}.weight"]
+                part = torch.arange(w.shape[1], device=w.device) // (w.shape[1] if kind != "qkv" else self.config.width)
+                self._parts[name] = part = part.masked_fill(part >= count, -1)
+                self._vectors[name] = u, v = sigma.first_singular_vectors(w, part, count)
+                values[f"{name}.gamma"].copy_(sigma.spectral_norms(w, u, v))
 
     def state(self) -> dict[str, Tensor]:
         return {f"{kind}.{name}": x for name, pair in self._vectors.items() for kind, x in zip("uv", pair, strict=True)}
 
     @torch.no_grad()
     def refresh(self, values: Parameters) -> None:
-        for name, part in self._weights():
-            w, (u, v) = values[f"{name}.weight"], self._vectors[name]
-            for old, new in zip((u, v), sigma.power_iteration(w, u, part.to(w.device)), strict=True):
+        for name, (u, v) in self._vectors.items():
+            found = sigma.power_iteration(values[f"{name}.weight"], u, self._parts[name])
+            for old, new in zip((u, v), found, strict=True):
                 old.copy_(new)
 
     def weights(self, p: Parameters) -> Parameters:
         new = dict(p)
-        for name, part in self._weights():
+        for name, (u, v) in self._vectors.items():
             w, gamma = p[f"{name}.weight"], p[f"{name}.gamma"]
-            sigma_1 = sigma.spectral_norms(w.to(self.strength.dtype), *self._vectors[name])
-            factors = sigma.row_factors(gamma, sigma_1, part.to(w.device))
+            sigma_1 = sigma.spectral_norms(w.to(self.strength.dtype), u, v)
+            factors = sigma.row_factors(gamma, sigma_1, self._parts[name])
             new[f"{name}.weight"] = w * factors[..., None].to(w.dtype)
         return new
 
