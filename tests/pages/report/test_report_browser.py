@@ -158,6 +158,12 @@ def test_a_click_on_a_map_shows_the_eigenvalues_of_that_head(opened):
         assert page.locator("select").nth(0).evaluate("(box) => box.selectedOptions[0].text") == str(module)
 
 
+def test_no_button_of_a_plot_sends_it_anywhere(opened):
+    """plotly's own would upload the data to its cloud."""
+    titles = opened("scan").eval_on_selector_all(".modebar [data-title]", "all => all.map((one) => one.dataset.title)")
+    assert {"Download plot", "Zoom", "Pan", "Autoscale", "Reset axes"} == set(titles)
+
+
 def test_a_finger_chooses_a_head_too(opened):
     page = opened("scan", **PHONE)
     page.touchscreen.tap(*place_of(page, "r = tr", 17, 3))

@@ -91,6 +91,7 @@ function colourBar(title) {
 const CONFIG = {
   responsive: false, // figures are resized here, all together
   displaylogo: false,
+  showSendToCloud: false, // a page sends nothing anywhere
   displayModeBar: coarse ? false : "hover",
   modeBarButtonsToRemove: ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d"],
   toImageButtonOptions: { format: "svg", filename: "locater" },
