@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["INTERPRETED", "available", "ceil", "jit", "on", "tl", "triton"]
-
 triton: Any = None
 tl: Any = None
 with suppress(ImportError):  # optional: without it nothing is `available`

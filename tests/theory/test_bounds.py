@@ -165,3 +165,14 @@ def test_the_bound_at_the_tokens_own_nu_is_below_every_measured_entropy(gain):
 def test_bad_arguments_are_refused(call, says):
     with pytest.raises(LocaterError, match=says):
         call()
+
+
+def test_bound_10_knows_nothing_of_the_size_of_the_tokens():
+    for size in (1e-165, 1.0, 1e120):
+        chain = scale_bound(np.eye(3), size * np.eye(3))
+        assert chain.values == pytest.approx((3.0, 3.0))
+
+
+def test_bound_5_is_of_one_matrix():
+    with pytest.raises(LocaterError, match=r"those of one W, \(d,\), got shape \(2, 3\)"):
+        trace_bound(np.ones((2, 3)))

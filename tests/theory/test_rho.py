@@ -262,6 +262,39 @@ def test_a_constant_query_leaves_a_normal_law():
     assert got == pytest.approx(normal.cdf(0.8 * 4) - normal.cdf(-0.8), abs=1e-9)
 
 
+@given(st.integers(0, 100), st.lists(st.floats(-12, 12), min_size=3, max_size=3), st.booleans())
+def test_the_general_law_does_not_know_how_a_product_is_divided_between_query_and_key(seed, exponents, with_means):
+    """(D q)ᵀ(D⁻¹ u) = qᵀu for any diagonal D, however uneven."""
+    rng = np.random.default_rng(seed)
+    root = rng.normal(size=(6, 6))
+    joint, means = root @ root.T, with_means * rng.normal(size=6)
+    d = np.concatenate([10.0 ** np.array(exponents), 10.0 ** -np.array(exponents)])
+
+    def law(factors):
+        c, m = joint * factors[:, None] * factors, means * factors
+        return rho_from_gaussian(m[:3], m[3:], c[:3, :3], c[3:, 3:], c[:3, 3:], tokens=7, temperature=1.5)
+
+    assert law(d) == pytest.approx(law(np.ones(6)), abs=1e-9)
+    qk, walk = QK(*(torch.from_numpy(rng.normal(size=(3, 8))) for _ in range(2))), TokenProcess.random_walk(5)
+    uneven = QK(*(torch.from_numpy(f[:, None]) * w for f, w in zip((d[:3], d[3:]), (qk.w_q, qk.w_k), strict=True)))
+    np.testing.assert_allclose(rho(uneven, walk, 2.0), rho(qk, walk, 2.0), atol=1e-9)
+
+
+def test_a_coordinate_that_one_of_query_and_key_does_not_have_adds_nothing():
+    zero, eye = np.zeros(3), np.eye(3)
+    one = rho_from_gaussian(
+        zero, zero, np.diag([1.0, 1, 0]), np.diag([1.0, 1, 1e9]), 0 * eye, tokens=7, temperature=1.5
+    )
+    two = rho_from_gaussian(zero[:2], zero[:2], eye[:2, :2], eye[:2, :2], 0 * eye[:2, :2], tokens=7, temperature=1.5)
+    assert one == pytest.approx(two, abs=1e-9)
+
+
+def test_a_covariance_that_rounding_has_made_slightly_negative_is_one():
+    qk, walk = QK(torch.eye(2, 4).double(), torch.ones(2, 4).double()), TokenProcess.random_walk(5)
+    ready, rounded = np.diag([1.0, 1, 1, 0]), np.diag([1.0, 1, 1, -5e-6])
+    np.testing.assert_allclose(rho(qk, walk, 2.0, covariance=rounded), rho(qk, walk, 2.0, covariance=ready), atol=1e-9)
+
+
 def test_means_and_covariances_broadcast_over_heads_and_tokens():
     rng = np.random.default_rng(0)
     m_q, m_u = rng.standard_normal((5, 1, 2)), rng.standard_normal((5, 7, 2))

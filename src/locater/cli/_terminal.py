@@ -21,20 +21,6 @@ from rich.table import Table
 from locater.errors import LocaterError
 from locater.io import json_bytes, write_file
 
-__all__ = [
-    "JsonOption",
-    "OutOption",
-    "RevisionOption",
-    "SeedOption",
-    "check_file",
-    "discard_output",
-    "encode_what_can_be",
-    "out",
-    "progress",
-    "table",
-    "write_json",
-]
-
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
 ]

@@ -22,24 +22,6 @@ from locater.io import nulled
 if TYPE_CHECKING:
     from locater.lab import Config, Preset, Progress
 
-__all__ = [
-    "DataOption",
-    "DecayOption",
-    "DeviceOption",
-    "FolderOption",
-    "Kappa1Option",
-    "PrecisionOption",
-    "PresetArgument",
-    "RateOption",
-    "SetOption",
-    "StepsOption",
-    "changed",
-    "configured",
-    "kappa",
-    "show_results",
-    "summary",
-    "watching",
-]
 
 PresetArgument = Annotated[str, typer.Argument(metavar="PRESET", help="As `locater presets` lists them.")]
 DataOption = Annotated[

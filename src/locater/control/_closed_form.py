@@ -19,8 +19,6 @@ from locater.control.rules.locater import GradientFactors, joint_gradient
 from locater.models import Attention, Projection
 from locater.qk import QK
 
-__all__ = ["Coefficients", "GradientGroup"]
-
 
 class Coefficients(NamedTuple):
     """Of the penalty; a loss scale makes the strengths tensors."""

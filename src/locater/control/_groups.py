@@ -12,8 +12,6 @@ from torch import Tensor
 from locater.control._parameters import is_sharded, projections, shapes
 from locater.models import Attention, Norm, Rope
 
-__all__ = ["Group", "Groups", "RateOf"]
-
 RateOf: TypeAlias = Callable[[Tensor], int | None]
 """Which of some learning rates a parameter has; None: it is not trained."""
 

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from locater._triton import INTERPRETED, available, ceil, jit, on, tl
 
-__all__ = ["Layout", "add_gradients_", "supported"]
-
 _GRAM_BYTES = 32 << 20  # for the Gram matrices of the modules worked on together, as parts of a sum
 _PROGRAMS = 264  # of the first kernel, at most, when D is split: two for each multiprocessor of an H200
 # How float32 multiplies where TF32 is not allowed: to 2^-21, on tensor cores. "ieee" takes twice as long (H200).

@@ -6,8 +6,6 @@ import math
 
 from locater.errors import LocaterError
 
-__all__ = ["checked_number", "checked_positive", "checked_strength"]
-
 
 def checked_number(name: str, value: float) -> float:
     return _checked(name, value, -math.inf, "a finite number")

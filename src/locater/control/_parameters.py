@@ -14,25 +14,6 @@ from torch.optim import Optimizer
 from locater.errors import LocaterError
 from locater.models import Attention, Projection
 
-__all__ = [
-    "HeldBy",
-    "add_group",
-    "add_part_",
-    "gathered",
-    "gathered_attention",
-    "held_by",
-    "is_sharded",
-    "owner_of",
-    "projections",
-    "refuse_wrapped",
-    "rows_of",
-    "scale_",
-    "scale_projection_",
-    "shapes",
-    "spread",
-    "unwrapped",
-]
-
 
 def projections(attention: Attention) -> list[Projection]:
     """W_Q and W_K; W_QK alone where a model trains that itself."""

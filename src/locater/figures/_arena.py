@@ -19,7 +19,6 @@ from locater.lab.arena import CONTENDERS, ENTROPY_FLOOR, LOGIT_CEILING
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["against_rate"]
 
 _BROKE = "a seed broke"
 

@@ -20,8 +20,6 @@ from locater.io import nulled
 from locater.lab.claims.series import FIGURE_OF, Sweep, kappa_name, read_sweep
 from locater.lab.claims.statistics import Array, stripes
 
-__all__ = ["curves", "figure", "propagation", "sweep_for"]
-
 PANELS = (
     ("A", "trace", r"mean: $\mathrm{tr}\,W_{QK}$"),
     ("B", "scale", r"scale: $\mathrm{tr}(W_{QK}^\top W_{QK})$"),

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from locater.measure.reading import Reading
 
-__all__ = ["maps", "positions"]
 
 _PEAKED = 4  # heads shown
 

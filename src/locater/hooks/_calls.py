@@ -17,9 +17,6 @@ from torch.nn import functional
 from locater.errors import LocaterError
 from locater.hooks._visibility import Visibility, additive, visible
 
-__all__ = ["Call", "of_interface", "of_logits", "of_multihead", "of_sdpa", "of_softmax", "of_stack"]
-
-
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # the arguments that may be positional
 _COMPARED = 1 << 23  # entries of a mask at a time
 

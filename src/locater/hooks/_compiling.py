@@ -13,8 +13,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-__all__ = ["HOW", "compiled_parts", "has_compiled", "plain_name", "untraced"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 HOW = 'observe it inside `with torch.compiler.set_stance("force_eager"):`, where it runs as it was before'

@@ -29,8 +29,6 @@ from locater.hooks._compiling import untraced
 from locater.hooks._patching import patch
 from locater.hooks._sites import AttentionSite
 
-__all__ = ["Intercepted", "Interceptor", "hidden_states", "in_backward", "intercept"]
-
 
 @dataclass(frozen=True)
 class Intercepted:

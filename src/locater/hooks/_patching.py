@@ -12,8 +12,6 @@ from typing import Any, TypeAlias
 
 from locater.hooks._compiling import untraced
 
-__all__ = ["Patch", "patch"]
-
 Owner: TypeAlias = MutableMapping[str, Any] | type
 Arguments: TypeAlias = Mapping[str, Any]
 Hook: TypeAlias = Callable[[Any, Callable[[], Arguments], Any], Any]

@@ -17,16 +17,6 @@ from locater.models import attentions
 from locater.models.families import generic
 from locater.models.registry import family
 
-__all__ = [
-    "AttentionSite",
-    "RecordLayer",
-    "Stacked",
-    "attention_sites",
-    "implementation_of",
-    "interface_site",
-    "reads_attribute",
-]
-
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 FUNCTIONS = {"softmax", "Softmax", "scaled_dot_product_attention"}
 CROSS = re.compile(r"cross|encoder_attn|EncDec|multihead_attn", re.IGNORECASE)

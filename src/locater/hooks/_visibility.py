@@ -19,8 +19,6 @@ from torch.nn import functional
 
 from locater.errors import LocaterError
 
-__all__ = ["Bias", "Visibility", "additive", "cut_from", "visible"]
-
 Bias: TypeAlias = Tensor | Callable[[slice, slice], Tensor]
 
 _ALL = slice(None)

@@ -14,8 +14,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Part", "Sums", "counted_from", "shares", "slices", "within"]
-
 Part: TypeAlias = tuple[slice, slice, slice]  # of the batch, heads and queries of a block
 
 SHARE = (1 << 15) - 1  # numbers: one more, and PyTorch shares them out

@@ -9,8 +9,6 @@ from typing import Any
 from locater.measure.alarms import Alarm, Alarms
 from locater.measure.logs import AttentionLog
 
-__all__ = ["LogCallback"]
-
 
 class LogCallback:
     """An `AttentionLog` that is open while a trainer runs."""

@@ -13,8 +13,6 @@ from locater.measure import attention
 from locater.measure._logits import Logits
 from locater.measure._propagation import chosen, on_slope
 
-__all__ = ["signal_propagation", "statistics"]
-
 
 def statistics(call: Call) -> attention.AttentionStatistics:
     return attention.attention_statistics(call.q, call.k, rho=False, **call.options())

@@ -26,8 +26,6 @@ from torch import Tensor
 
 from locater._triton import INTERPRETED, available, jit, on, tl, triton
 
-__all__ = ["Tiles", "View", "applies", "available", "candidates", "row_statistics", "tune"]
-
 # one program for all lengths: left to itself, Triton makes another when one of these is 1
 _SIZES = ["H", "R", "TQ", "TK", "left", "right"]
 _jit_any: Any = jit if triton is None else triton.jit(do_not_specialize=_SIZES)

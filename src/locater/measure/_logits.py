@@ -15,8 +15,6 @@ from locater.errors import LocaterError
 from locater.hooks import Bias, Visibility
 from locater.measure._kernels import View
 
-__all__ = ["Logits", "check_unmasked"]
-
 CPU_LOGITS, LOGITS = 1 << 20, 1 << 24  # in a block: smaller ones are no faster, and slow where cores are shared
 
 

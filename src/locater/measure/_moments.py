@@ -17,8 +17,6 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 
-__all__ = ["Covariances", "Moments"]
-
 Array = NDArray[np.float64]
 
 _TOGETHER = 1 << 22  # numbers that are made float64 at a time

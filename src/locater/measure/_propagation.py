@@ -14,8 +14,6 @@ from torch import Tensor
 from locater.measure._blocks import slices
 from locater.measure._logits import Logits
 
-__all__ = ["chosen", "last_propagation", "on_slope", "signal_propagation"]
-
 
 def last_propagation(logits: Logits) -> Tensor:
     """ρ (H, Tk) of each sequence's last query.

@@ -11,8 +11,6 @@ from locater.hooks import AttentionSite, Call
 from locater.measure._moments import Moments
 from locater.measure._tally import HeadTally, TokenTally
 
-__all__ = ["SiteRecorder"]
-
 
 class SiteRecorder:
     """Statistics of the heads of one module, and of the tokens that enter it."""

@@ -15,8 +15,6 @@ from locater.measure import _kernels
 from locater.measure._blocks import Sums, counted_from, shares, slices, within
 from locater.measure._logits import Logits
 
-__all__ = ["row_statistics"]
-
 _BLOCK = 2048  # queries and keys of a block, at most
 
 

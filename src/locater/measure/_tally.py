@@ -14,8 +14,6 @@ from locater.errors import LocaterError
 from locater.hooks import Call
 from locater.measure import _calls
 
-__all__ = ["HeadTally", "TokenTally"]
-
 
 def _wide(x: Tensor) -> Tensor:
     return x.float() if x.device.type == "mps" else x.double()

@@ -30,8 +30,6 @@ from locater.hooks import (
     untraced,
 )
 
-__all__ = ["Recorder", "Tracker"]
-
 
 class Recorder(Protocol):
     @property

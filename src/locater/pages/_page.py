@@ -19,8 +19,6 @@ from typing import Any
 
 from locater.errors import LocaterError
 
-__all__ = ["UNPACK", "head", "inert", "plotly", "put", "script_hash"]
-
 _HEAD = """\
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{{POLICY}}">

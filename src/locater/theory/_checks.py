@@ -98,16 +98,15 @@ def square(name: str, value: ArrayLike, size: int | None = None) -> Array:
 
 
 def covariance(name: str, value: ArrayLike, size: int | None = None) -> Array:
-    """A symmetric positive semidefinite matrix."""
-    matrix = square(name, value, size)
-    symmetric = symmetrised(name, matrix)
-    eigenvalues = np.linalg.eigvalsh(symmetric)
+    """A symmetric positive semidefinite matrix; what rounding has made negative is 0 in it."""
+    symmetric = symmetrised(name, square(name, value, size))
+    eigenvalues, vectors = np.linalg.eigh(symmetric)
     if eigenvalues[0] < -_NEGATIVE * max(eigenvalues[-1], 0.0) or eigenvalues[-1] < 0:
         raise LocaterError(
             f"{name} must be positive semidefinite, its smallest eigenvalue is {eigenvalues[0]:.6g} "
             f"(largest {eigenvalues[-1]:.6g})"
         )
-    return symmetric
+    return symmetric if eigenvalues[0] >= 0 else np.asarray(vectors * eigenvalues.clip(min=0) @ vectors.T)
 
 
 def symmetrised(name: str, matrix: Array) -> Array:

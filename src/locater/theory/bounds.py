@@ -50,6 +50,8 @@ class Chain:
 def trace_bound(eigenvalues: ArrayLike) -> Chain:
     """(5): |tr W| ≤ √(d tr W²), for real spectra."""
     w, unit = _in_units(check.real_eigenvalues(eigenvalues))
+    if w.ndim != 1:
+        raise LocaterError(f"eigenvalues must be those of one W, (d,), got shape {w.shape}")
     return Chain(("|tr W|", "√(d tr W²)"), (float(abs(w.sum())), np.sqrt(len(w) * (w**2).sum()))).scaled(unit)
 
 
@@ -92,7 +94,7 @@ def scale_bound(w_qk: ArrayLike, covariance: ArrayLike, form: str = "trace") -> 
     """
     check.one_of("form", form, ("trace", "spectral", "printed"))
     w, unit = _in_units(check.square("w_qk", w_qk))
-    sigma = check.covariance("covariance", covariance, len(w))
+    sigma, _ = _in_units(check.covariance("covariance", covariance, len(w)))  # of whose size the bound knows nothing
     if np.linalg.matrix_rank(sigma) < len(w):
         raise LocaterError("covariance must be invertible for the bound (10)")
     inverse = np.linalg.inv(sigma)

@@ -77,9 +77,11 @@ def logit_form(
 
 def _product_form(m_q: Array, m_u: Array, joint: Array) -> QuadraticForm:
     """qᵀu = vᵀAv with v = (q, u) = m + L g and A = ½ [[0, I], [I, 0]]."""
-    width = m_q.shape[-1]
-    values, vectors = np.linalg.eigh(joint)
-    least, most = values[..., 0], values[..., -1]
+    width, variance = m_q.shape[-1], np.diagonal(joint, axis1=-2, axis2=-1)
+    f_q, f_u = _balancing(variance[..., :width] + m_q**2, variance[..., width:] + m_u**2)
+    factors, m_q, m_u = np.concatenate([f_q, f_u], -1), f_q * m_q, f_u * m_u
+    values, vectors = np.linalg.eigh(joint * factors[..., :, None] * factors[..., None, :])
+    least, most = np.minimum(values[..., 0], variance.min(-1)), values[..., -1]
     if (least < -1e-7 * np.maximum(most, 0.0)).any():
         worst = least.flat[(least / np.where(most > 0, most, 1)).argmin()]
         raise LocaterError(
@@ -97,6 +99,16 @@ def _product_form(m_q: Array, m_u: Array, joint: Array) -> QuadraticForm:
     )
     linear = np.einsum("...nm,...n->...m", basis, gradient)
     return QuadraticForm(weights, linear, (m_q * m_u).sum(-1))
+
+
+def _balancing(q: Array, u: Array) -> tuple[Array, Array]:
+    """Factors of q and u by coordinate, given their mean squares (…, K), that leave qᵀu and make both equally large.
+
+    Otherwise the smaller is lost in the rounding of the larger. A coordinate that is 0 in one adds nothing.
+    """
+    there = (q > 0) & (u > 0)
+    root_q, root_u = (np.sqrt(np.where(there, x, 1.0)) for x in (q, u))
+    return np.where(there, np.sqrt(root_u / root_q), 0.0), np.where(there, np.sqrt(root_q / root_u), 0.0)
 
 
 def rho_from_gaussian(
@@ -237,9 +249,10 @@ def spectrum_of(spectrum: Spectral, covariance: ArrayLike | None = None) -> Spec
         return SymmetricSpectrum(check.real_eigenvalues(spectrum))
     w_q, w_k = check.finite("w_q", spectrum.w_q), check.finite("w_k", spectrum.w_k)
     sigma = None if covariance is None else check.covariance("covariance", covariance, w_q.shape[-1])
-    q_sigma, k_sigma = (w_q, w_k) if sigma is None else (w_q @ sigma, w_k @ sigma)
-    return HeadSpectrum(
-        query=q_sigma @ np.swapaxes(w_q, -1, -2),
-        key=k_sigma @ np.swapaxes(w_k, -1, -2),
-        cross=q_sigma @ np.swapaxes(w_k, -1, -2),
-    )
+
+    def product(a: Array, b: Array) -> Array:
+        return np.asarray((a if sigma is None else a @ sigma) @ np.swapaxes(b, -1, -2))
+
+    f_q, f_k = _balancing(*(np.diagonal(product(w, w), axis1=-2, axis2=-1) for w in (w_q, w_k)))
+    w_q, w_k = f_q[..., None] * w_q, f_k[..., None] * w_k
+    return HeadSpectrum(query=product(w_q, w_q), key=product(w_k, w_k), cross=product(w_q, w_k))

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from locater.errors import LocaterError
 from locater.io import read_file, unpacked
 
-__all__ = ["Bytes", "cut", "read_bytes"]
-
 Bytes = NDArray[np.uint8]
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from locater.errors import LocaterError
 
-__all__ = ["CHECKSUMS", "fetched", "parquet_lines", "sorted_checksum"]
-
 CHECKSUMS = {
     "train": "a099527d7563ddf101d164cb2864b5c1ebfc65c130f460918f1b5df17839ae07",
     "valid": "2a23b4001c00c517d70c8df9facbc347948be921abd15b8f7fc51699896c81e0",

@@ -22,8 +22,6 @@ from locater.lab.engine import _kernels
 from locater.lab.engine._kernels import jit, kept, tl
 from locater.lab.engine._random import dropout_add
 
-__all__ = ["add", "add_norm", "norm"]
-
 EPS = 1e-5
 _LARGEST_WIDTH = 1024
 

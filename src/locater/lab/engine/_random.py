@@ -17,8 +17,6 @@ from torch import Tensor
 from locater.errors import LocaterError
 from locater.lab.engine import _kernels
 
-__all__ = ["dropout", "dropout_add", "dropout_bits", "keep_mask", "site_key"]
-
 
 def _signed(value: int, bits: int = 64) -> int:
     """The integer of so many bits that has the same ones, as two's complement writes it."""

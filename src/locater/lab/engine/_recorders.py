@@ -13,8 +13,6 @@ from locater.lab.config import ModelConfig
 from locater.lab.data import PAD
 from locater.lab.engine.model import Probe
 
-__all__ = ["Begin", "Recorders"]
-
 Record = Callable[[int, Tensor, Tensor, Tensor, float], None]
 """Given every layer's number, what enters its attention (E, B, T, D), queries and keys (E, B, H, T, ·), logit scale."""
 

@@ -18,7 +18,6 @@ from locater.measure import AttentionStatistics, attention_statistics, rank_resi
 if TYPE_CHECKING:
     from locater.lab.engine.stack import Stack
 
-__all__ = ["attention_metrics", "valid_loss"]
 
 _EVALUATED_TOKENS = 1 << 18  # of all members together, at a time
 

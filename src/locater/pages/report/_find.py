@@ -13,8 +13,6 @@ from locater.lab.config import FREE_TO_COMPARE, fingerprint
 from locater.lab.runs.records import read_run
 from locater.models import Scan
 
-__all__ = ["Found", "collect", "metrics_lines", "read_lines"]
-
 _OURS = "what locater scan, measure, sweep or train wrote, or a log of attention"
 
 

@@ -14,8 +14,6 @@ from locater.pages.report._measurement import alarm_rows
 from locater.pages.report._numbers import Array, array, chosen, number, packed, short
 from locater.pages.report._scan import modules_of
 
-__all__ = ["log_section"]
-
 _HEADS = ("entropy_share", "max_logit")
 _STEPS = 400
 _NUMBERS = 400_000  # of each quantity, steps × modules × heads, at full detail

@@ -13,8 +13,6 @@ from locater.pages.report._find import Found
 from locater.pages.report._numbers import Array, array, averaged, centres, number, packed, rounded, short
 from locater.pages.report._scan import grid_of, modules_of
 
-__all__ = ["alarm_rows", "measurement_section"]
-
 LAWS = ("general", "separable", "walk")
 _COLUMNS = ("entropy", "entropy_share", "max_logit", "logsumexp")
 _TOKENS = ("rank_residual", "effective_rank", "mean_cosine")

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from locater.errors import LocaterError
 
-__all__ = ["Array", "array", "averaged", "centres", "chosen", "number", "packed", "rounded", "short"]
-
 Array = NDArray[np.float64]
 
 _MISSING = -32768

@@ -15,8 +15,6 @@ from typing import Any
 from locater import __version__
 from locater.pages._page import UNPACK, head, inert, plotly, put, script_hash
 
-__all__ = ["SCRIPTS", "page"]
-
 SCRIPTS = (
     "core", "plots", "table", "maps", "alarms", "claims", "members", "curves", "compare", "sweep", "scan", "positions",
     "predicted", "measurement", "log", "prediction", "main",

@@ -8,8 +8,6 @@ from locater.errors import LocaterError
 from locater.pages.report._find import Found
 from locater.pages.report._numbers import array, number, packed, rounded, short
 
-__all__ = ["prediction_section"]
-
 _METHODS = ("exact", "asymptotic", "printed", "simulated")
 _MOST = 24
 

@@ -13,8 +13,6 @@ from locater.models import Scan
 from locater.pages.report._find import Found
 from locater.pages.report._numbers import chosen, number, packed, rounded, short
 
-__all__ = ["grid_of", "modules_of", "scan_section"]
-
 _COLUMNS = (
     "trace", "scale", "xi", "eta", "r", "spectral_norm", "effective_rank", "symmetric_share", "trace_square",
     "rho_first", "rho_middle", "rho_last",

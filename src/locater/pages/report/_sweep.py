@@ -13,8 +13,6 @@ from locater.pages.report._find import Found, metrics_lines
 from locater.pages.report._numbers import number, short
 from locater.pages.report._training import Line, column, count_of, training
 
-__all__ = ["claims_section", "metrics_section", "summary_section", "sweep_section"]
-
 Noise = Mapping[str, float] | None
 
 

@@ -15,8 +15,6 @@ from locater.errors import LocaterError
 from locater.lab.config import Member
 from locater.pages.report._numbers import Array, array, averaged, centres, chosen, number, packed, rounded, short
 
-__all__ = ["Line", "column", "count_of", "training"]
-
 # what one array may take of the page, in numbers, at full detail
 _MAPS = 700_000
 _STEPS = 600

@@ -15,8 +15,6 @@ from torch import Tensor
 from locater._triton import ceil, jit, on, tl
 from locater.errors import LocaterError
 
-__all__ = ["adamw_"]
-
 
 @jit
 @no_type_check

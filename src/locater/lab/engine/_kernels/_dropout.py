@@ -14,8 +14,6 @@ from torch import Tensor
 from locater._triton import ceil, jit, on, tl
 from locater.errors import LocaterError
 
-__all__ = ["dropout", "dropout_add", "kept", "threshold_of"]
-
 _FLOAT = (torch.float32, torch.bfloat16, torch.float16)
 
 

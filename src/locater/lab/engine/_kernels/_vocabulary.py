@@ -24,8 +24,6 @@ from torch import Tensor
 from locater._triton import INTERPRETED, ceil, jit, on, tl, triton
 from locater.errors import LocaterError
 
-__all__ = ["CAP", "Tiles", "candidates", "exp_logits", "tune", "weight_gradient"]
-
 CAP = 75.0  # of a shifted logit: a sum of a million e^75 is still a float32
 
 _HALF = (torch.bfloat16, torch.float16)
