@@ -60,12 +60,12 @@ class QKClip(Method):
         def wants(module: nn.Module) -> bool:
             return module.training and id(module) in by_module and not in_backward()
 
-        def tell(intercepted: Intercepted, result: Tensor) -> Tensor:
+        def handle(intercepted: Intercepted, result: Tensor) -> Tensor:
             by_module[id(intercepted.module)].add(intercepted)
             return result
 
         found = attention_sites(model)
-        intercept(found, Interceptor(wants, tell), undo)
+        intercept(found, Interceptor(wants, handle), undo)
         for place in found:
             if place.name in heads:
                 by_module[id(place.module)] = heads[place.name]

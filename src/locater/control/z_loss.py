@@ -30,7 +30,7 @@ class ZLoss(Method):
 
     `loss_scale` is what the loss is multiplied by before backward, a number or a function that gives it: 1/n where
     the loop divides by n accumulated batches, `scaler.get_scale` with a GradScaler. The penalty's gradient is
-    multiplied by it too. The penalty is not part of the loss that a loop prints; `measure()` tells it.
+    multiplied by it too. The penalty is not part of the loss that a loop prints; `measure()` gives it.
     """
 
     name = "attention z-loss"
@@ -51,7 +51,7 @@ class ZLoss(Method):
         def wants(module: nn.Module) -> bool:
             return module.training and torch.is_grad_enabled()
 
-        def tell(intercepted: Intercepted, result: Tensor) -> Tensor:
+        def handle(intercepted: Intercepted, result: Tensor) -> Tensor:
             mean = _mean_square(intercepted) if result.requires_grad else None
             if mean is None:
                 return result
@@ -59,7 +59,7 @@ class ZLoss(Method):
             return penalised(result, self.strength * mean, self.loss_scale)
 
         found = attention_sites(model)
-        intercept(found, Interceptor(wants, tell), undo)
+        intercept(found, Interceptor(wants, handle), undo)
         names.update({id(place.module): place.name for place in found})
 
         def measure() -> dict[str, float]:

@@ -27,7 +27,7 @@ class Pretrained:
     """A hub id, a folder, or a .gguf file; nothing is loaded until it is asked for."""
 
     name: str
-    files: dict[str, Any]  # how transformers is to be told of it
+    files: dict[str, Any]  # as keywords of transformers
 
     @classmethod
     def called(cls, name: str, revision: str | None = None) -> Pretrained:
@@ -77,8 +77,8 @@ class Pretrained:
         dtype: Any = torch.float32 if device.type == "cpu" else "auto"
         options = {"config": self._config, "dtype": dtype, "output_loading_info": True}
         with _explained(f"{self.name} cannot be loaded"):
-            network, told = transformers.AutoModel.from_pretrained(**self.files, **options)
-            missing = sorted(name for name in told["missing_keys"] if "pooler" not in name)
+            network, info = transformers.AutoModel.from_pretrained(**self.files, **options)
+            missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
             if missing:  # transformers fills them with random numbers
                 raise LocaterError(f"its weights lack {', '.join(missing[:3])}{' and others' if missing[3:] else ''}")
             whole = network.to(device).eval()

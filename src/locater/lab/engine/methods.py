@@ -70,7 +70,7 @@ class Method:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
     def cap(self, member: int) -> float | None:
-        """Of a member's logits, for those who measure them."""
+        """The cap on a member's logits, which statistics need."""
         del member
         return None
 

@@ -165,7 +165,7 @@ class Stack:
         return tuple(f"layers.{i}" for i in range(self.config.model.layers))
 
     def watch(self, begin: Begin) -> Callable[[], None]:
-        """`locater.observe` asks to be told of every forward; gives what ends it. Until then no update is replayed."""
+        """Records every forward for `locater.observe`; gives what ends it. Until then no update is replayed."""
         return self._recorders.add(begin)
 
     # ------------------------------------------------------------------ an update
@@ -176,7 +176,7 @@ class Stack:
         On a GPU it is recorded once and then replayed: some hundred small operations would wait for their launches.
         """
         self._shuffle(self.step // self._batches)
-        if self._graph is not None and not self._recorders:  # what is replayed tells nobody
+        if self._graph is not None and not self._recorders:  # what is replayed is not recorded
             self._graph.replay()
         elif self.device.type == "cuda" and self._warm >= _WARM_UP and not self._recorders:
             self._graph = torch.cuda.CUDAGraph()

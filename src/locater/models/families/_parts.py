@@ -171,7 +171,7 @@ def _positive(value: Any) -> bool:
 def _llama3(frequency: Tensor, parameters: Mapping[str, Any]) -> Tensor:
     """Llama 3.1's: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     factor, low, high = parameters["factor"], parameters["low_freq_factor"], parameters["high_freq_factor"]
-    turns = parameters["original_max_position_embeddings"] * frequency / (2 * math.pi)  # over the old context
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    cycles = parameters["original_max_position_embeddings"] * frequency / (2 * math.pi)  # over the old context
+    smooth = ((cycles - low) / (high - low)).clamp(0, 1)
     blended: Tensor = (1 - smooth) * frequency / factor + smooth * frequency
     return blended

@@ -45,7 +45,7 @@ _GEMMA3_DEFAULTS = {
 
 
 def _rope(site: Site, width: int) -> Rope:
-    """Gemma 3 turns its sliding-window layers by a base of their own."""
+    """Gemma 3 rotates its sliding-window layers by a base of their own."""
     layer_types = site.setting("layer_types", default=None)
     if layer_types is None:  # older configurations: every sixth layer is global
         pattern = site.setting("sliding_window_pattern", "_sliding_window_pattern", default=6)
