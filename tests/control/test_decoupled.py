@@ -397,3 +397,19 @@ def test_what_makes_no_sense_is_refused(more, words):
 def test_an_optimizer_of_other_weights_is_refused():
     with pytest.raises(LocaterError, match="holds none of the query and key weights"):
         DecoupledLocAteR(build("gpt2")).attach(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+
+
+class Projections(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.scale = 2, 0.5
+        self.q_proj, self.k_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+
+
+def test_no_two_modules_that_share_a_parameter_are_worked_on_at_once():
+    """Sharing forms a chain: 0 and 1 have one W_K, 1 and 2 one W_Q."""
+    model = nn.ModuleList(Projections() for _ in range(4))
+    model[1].k_proj, model[2].q_proj = model[0].k_proj, model[1].q_proj
+    groups = DecoupledLocAteR(model)._groups(lambda _: 0, None)
+    members = sorted(sorted(one.module for one in group.members) for group in groups)
+    assert members == [["0", "3"], ["1"], ["2"]]

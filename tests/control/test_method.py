@@ -16,7 +16,7 @@ from torch import nn
 from zoo import FAMILIES, build
 
 from locater import LocAteR, LocaterError
-from locater.control import QKClip, QKDecay, QKNorm, SigmaReparam, Softcap, ZLoss, applied
+from locater.control import DecoupledLocAteR, QKClip, QKDecay, QKNorm, SigmaReparam, Softcap, ZLoss, applied
 
 NORMALISED = {"QK-clip", "QK-norm", "σReparam"}
 REFUSALS = {
@@ -255,3 +255,38 @@ def test_what_contradicts_an_attached_locater_is_refused():
         SigmaReparam().apply(model)
     reg.detach()
     SigmaReparam().apply(model).remove()
+
+
+@pytest.mark.parametrize("kind", [LocAteR, DecoupledLocAteR])
+def test_a_model_that_is_dropped_with_its_optimizer_is_freed_though_locater_was_attached(kind):
+    settings = {"scale_strength": 1e-4, "mean_strength": 1e-4} if kind is LocAteR else {}
+    model = build("gpt2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kind(model, **settings).attach(optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    left = weakref.ref(model), weakref.ref(optimizer)
+    del model, optimizer, parameter
+    gc.collect()
+    assert [one() for one in left] == [None, None]
+
+
+def test_what_was_attached_to_an_optimizer_that_is_gone_stands_in_nobodys_way():
+    model = build("gpt2")
+    LocAteR(model, scale_strength=1e-4, mean_strength=1e-4).attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    gc.collect()
+    assert applied(model) == []
+    SigmaReparam().apply(model).remove()
+
+
+def test_a_detached_regulariser_holds_no_optimizer():
+    model = build("gpt2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reg = DecoupledLocAteR(model).attach(optimizer)
+    optimizer.step()
+    reg.detach()
+    left = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert left() is None

@@ -92,7 +92,8 @@ class GradientGroup(Group):
         keys = [member.key for member in members]
         queries = [member.query for member in members if member.query is not None]
         w_k = weights(keys)  # (S, G, 1, K, D)
-        scale, mean = (torch.as_tensor(x, dtype=w_k.dtype, device=w_k.device) for x in c[:2])
+        # a copy of a Python number to the device would wait
+        scale, mean = (x.to(w_k) if isinstance(x, Tensor) else w_k.new_full((), x) for x in c[:2])
         if not queries:
             gradients(keys).add_(joint_gradient(w_k, scale, mean, c.target))
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
@@ -37,10 +37,10 @@ class Group:
 
     def stacks(self) -> Iterator[list[Attention]]:
         """As many members at a time as are worth stacking; sharded ones are gathered one by one."""
-        tensor = self.members[0].key.tensor
-        each = sum(4 * one.weight.numel() for one in projections(self.members[0]))
-        most = _STACK_BYTES.get(tensor.device.type, _CPU_STACK_BYTES)
-        size = 1 if is_sharded(tensor) else max(1, most // (2 * each))
+        tensor, size = self.members[0].key.tensor, 1
+        if not is_sharded(tensor):
+            each = sum(4 * one.weight.numel() for one in projections(self.members[0]))
+            size = max(1, _STACK_BYTES.get(tensor.device.type, _CPU_STACK_BYTES) // (2 * each))
         return (self.members[start : start + size] for start in range(0, len(self.members), size))
 
 
@@ -67,12 +67,16 @@ class Groups(Generic[G]):
             known = self._known[key] = (state, list(self._find(rate_of)))
         return known[1]
 
+    def forget(self) -> None:
+        """What `rate_of` belongs to, an optimizer, may be no more needed."""
+        self._known.clear()
+
     def _find(self, rate_of: RateOf) -> Iterator[G]:
         def rate(tensor: Tensor | None) -> int | None:
             return rate_of(tensor) if tensor is not None and tensor.requires_grad else None
 
         found: dict[Hashable, G] = {}
-        uses: Counter[int] = Counter()
+        uses: defaultdict[int, int] = defaultdict(int)
         for attention in self._attentions:
             parts = projections(attention)
             query, key = parts[0], parts[-1]
@@ -81,9 +85,9 @@ class Groups(Generic[G]):
                 continue
             biases = rate(query.bias_tensor), rate(key.bias_tensor)
             stored = {id(t) for one in parts for t in (one.tensor, one.bias_tensor) if t is not None}
-            uses.update(stored)
             # a parameter that several modules share is written by one module of a group at a time
-            nth_use = max(uses[one] for one in stored)
+            nth_use = 1 + max(uses[one] for one in stored)
+            uses.update(dict.fromkeys(stored, nth_use))
             kind = (
                 shapes(attention), *((one.tensor.dtype, one.tensor.device, one.bias_tensor is None) for one in parts),
                 rates, biases, attention.scale, _kind(attention.input_norm), _layout(attention.rope), nth_use,

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Self, TypeAlias
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from locater.control._groups import Groups
 from locater.control._parameters import HeldBy, projections, unwrapped
 from locater.errors import LocaterError
 from locater.models import Attention, attentions
@@ -138,12 +139,17 @@ class _Entry:
     optimizer: Callable[[], Optimizer | None] | None
     removed: bool = False
 
+    def is_over(self) -> bool:
+        """Whether it acted in the steps of an optimizer only, and that is no more."""
+        return isinstance(self.method, _Attachment) and self.optimizer is not None and self.optimizer() is None
+
 
 _LEDGER: weakref.WeakKeyDictionary[nn.Module, list[_Entry]] = weakref.WeakKeyDictionary()
 
 
 def _entries(model: nn.Module) -> list[_Entry]:
-    return list(dict.fromkeys(entry for module in model.modules() for entry in _LEDGER.get(module, ())))
+    found = dict.fromkeys(entry for module in model.modules() for entry in _LEDGER.get(module, ()))
+    return [entry for entry in found if not entry.is_over()]
 
 
 def applied(model: nn.Module) -> list[Method]:
@@ -241,6 +247,8 @@ class Regulariser(ABC):
     Its strength may follow a schedule: a function of the number of optimizer steps taken.
     """
 
+    _groups: Groups[Any]
+
     def __init__(self, model: nn.Module, schedule: Schedule | None) -> None:
         self._clock = Clock(schedule)
         self._model = model
@@ -267,6 +275,7 @@ class Regulariser(ABC):
         Several optimizers: attach each. Attached twice to one, it acts once.
         """
         optimizer = unwrapped(optimizer)
+        HeldBy(optimizer, self._tensors)  # refuses one of other weights
         if (before := self._attached.pop(id(optimizer), None)) is not None:
             before.remove()
         self._attached[id(optimizer)] = _Attachment(self).apply(self._model, optimizer)
@@ -277,6 +286,7 @@ class Regulariser(ABC):
         for attached in self._attached.values():
             attached.remove()
         self._attached.clear()
+        self._groups.forget()
 
     @abstractmethod
     def _hook(self, optimizer: Optimizer, held: HeldBy, undo: ExitStack) -> None:
@@ -318,16 +328,20 @@ class _Attachment(LocAteRForm):
     """A regulariser that `attach` puts to work: on several optimizers, but not beside one of its kind on the same."""
 
     def __init__(self, regulariser: Regulariser) -> None:
-        self._bound = regulariser
+        # the optimizer's hook holds it: what remembers this must not hold the model
+        self._bound = weakref.ref(regulariser)
 
     def _regulariser(self, model: nn.Module) -> Regulariser:
         del model
-        return self._bound
+        regulariser = self._bound()
+        assert regulariser is not None
+        return regulariser
 
     def _refuse_repeat(self, entry: _Entry, optimizer: Optimizer | None) -> None:
         other = entry.method
-        if not isinstance(other, _Attachment) or other._bound is self._bound or entry.optimizer is None:
+        if not isinstance(other, _Attachment) or entry.optimizer is None or entry.optimizer() is not optimizer:
             return
-        kind = type(self._bound)
-        if type(other._bound) is kind and entry.optimizer() is optimizer:
-            raise LocaterError(f"another {kind.__name__} is attached to this optimizer already; detach() that first")
+        mine, theirs = self._bound(), other._bound()
+        if mine is not theirs and type(mine) is type(theirs):
+            kind = type(mine).__name__
+            raise LocaterError(f"another {kind} is attached to this optimizer already; detach() that first")

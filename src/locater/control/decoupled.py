@@ -80,6 +80,14 @@ class DecoupledLocAteR(Regulariser):
     def target(self) -> float | None:
         return self.rule.target
 
+    @target.setter
+    def target(self, target: float | None) -> None:
+        self.rule = Decoupled(None if target is None else checked_number("target", target), self.growing_only)
+
+    @property
+    def growing_only(self) -> bool:
+        return self.rule.growing_only
+
     # ------------------------------------------------------------------ a step
 
     def step_(self, learning_rate: Rate) -> None:
@@ -167,10 +175,7 @@ class DecoupledLocAteR(Regulariser):
         others = [name for name, value in made.items() if value.shape != self._initial[name].shape]
         if others:
             raise LocaterError(f"{wrong}: {others[0]} has other heads")
-        target = state["target"]
-        self.strength = checked_strength("strength", state["strength"])
-        target = None if target is None else checked_number("target", target)
-        self.rule = Decoupled(target, self.rule.growing_only)
+        self.strength, self.target = checked_strength("strength", state["strength"]), state["target"]
         self._initial, self.step = made, int(state["step"])
 
     def __repr__(self) -> str:

@@ -112,6 +112,7 @@ class _Remaining(Method):
 class QKNorm(_Remaining):
     """With gains (K,) for all heads of a layer. The strength is the gains' product at the start."""
 
+    version = 2
     added = (".q_gain", ".k_gain")
 
     def start(self, values: Parameters) -> None:
