@@ -83,9 +83,7 @@ def spectrum_at(xi: float, eta: float, dim: int) -> Array:
     dim, eta = check.at_least("dim", dim, 1), check.positive("eta", eta)
     if not abs(xi) <= np.sqrt(dim):
         raise LocaterError(f"xi must be within ±√dim = ±{np.sqrt(dim):.4g} by the bound (5), got {xi}")
-    if dim == 1 and abs(xi) < 1:
-        raise LocaterError(f"one eigenvalue has xi = 1 or −1, got {xi}")
     shape = normal_spectrum(0.0, 1.0, dim)
-    spread = np.sqrt((shape**2).mean()) or 1.0
+    spread = np.sqrt((shape**2).mean()) if dim > 1 else 1.0
     std = eta * np.sqrt(max(0.0, 1 - xi**2 / dim) / dim)
     return np.asarray(xi * eta / dim + std * shape / spread)
