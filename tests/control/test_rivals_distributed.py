@@ -11,8 +11,10 @@ from test_distributed import saved_by_two_ranks
 
 
 @pytest.mark.bitwise  # beside processes that are not shaken, and Adam makes much of rounding
-def test_two_ranks_train_as_one_process_does(tmp_path):
+def test_two_ranks_train_as_one_process_does(tmp_path, full):
     """Each rank sees half of the batch; QK-clip's largest logit is that of the whole."""
+    if not full:
+        pytest.skip("a sixth of a minute: LOCATER_FULL=1, or make test-full")
     saved = saved_by_two_ranks(Path(__file__).parent / "rivals_worker.py", tmp_path / "trained.pt")
     for layout, family, method in CASES:
         alone, without = train(family, method), train(family, None)

@@ -186,7 +186,9 @@ def test_the_metrics_are_those_of_the_local_engine(cluster, config, members, und
     assert not ray.is_initialized()
 
 
-def test_a_killed_worker_is_replaced_and_nothing_changes(cluster, config, members, undisturbed, tmp_path):
+def test_a_killed_worker_is_replaced_and_nothing_changes(cluster, config, members, undisturbed, tmp_path, full):
+    if not full:
+        pytest.skip("a fifth of a minute: LOCATER_FULL=1, or make test-full")
     killed: list[Any] = []
 
     def kill() -> None:
@@ -315,7 +317,9 @@ sweep(Config.from_json(config), [Member(**m) for m in members], sys.argv[1], gro
 """
 
 
-def test_ctrl_c_leaves_checkpoints_behind_and_no_processes(config, members, undisturbed, tmp_path):
+def test_ctrl_c_leaves_checkpoints_behind_and_no_processes(config, members, undisturbed, tmp_path, full):
+    if not full:
+        pytest.skip("a quarter of a minute: LOCATER_FULL=1, or make test-full")
     endless = config.changed(steps=10**6, checkpoint_every=10**6)  # a checkpoint is the interrupt's
     driver = subprocess.Popen(
         [sys.executable, "-c", CTRL_C, str(tmp_path)],
