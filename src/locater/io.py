@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 _JSON_LARGEST = 256 * 2**20  # bytes of a JSON document
-_UNPACKED_LEAST = 64 * 2**20  # bytes that any compressed file may unpack to
+_UNPACKED_LEAST = 64 * 2**20  # bytes that any gzip file may unpack to
 _UNPACKED_RATIO = 40  # and what a larger one may, in units of its size; our metrics have 4 to 10
 _INT64_DIGITS = 18  # a whole number of so many digits fits into 64 bits
 _READER_WITHIN = 10.0  # seconds, for somebody to read from a pipe that we write into

@@ -13,6 +13,7 @@ Legend: E stacked models, N tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -96,7 +97,7 @@ class _AllLogits(_Batch):
         return s, s.logsumexp(-1) - s.gather(2, self.targets[e, :, None])[..., 0]
 
 
-class _Exponentials(_Batch):
+class _Exponentials(_Batch, ABC):
     """What `_Kernels` and `_Chunks` share: the shift, and the losses from Z."""
 
     @cached_property
@@ -113,9 +114,9 @@ class _Exponentials(_Batch):
                 found[e, rows] = logits.logsumexp(1) - self.shift[e, rows]
         return found
 
+    @abstractmethod
     def _sums(self) -> Tensor:
         """Z, (E, N)."""
-        raise NotImplementedError
 
 
 class _Kernels(_Exponentials):
