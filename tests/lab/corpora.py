@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from locater.lab import Member
+
 
 def write_corpus(folder: Path, words: int = 3000, types: int = 60, seed: int = 0) -> Path:
     """Three splits of a text in which each word leans on the one before it."""
@@ -37,3 +39,12 @@ def blocks_at(stack, step):
 def batch_at(stack, step):
     """Inputs and targets (E, N) of that step."""
     return stack.train(blocks_at(stack, step))
+
+
+def three_members(rate):
+    """Without LocAteR, with it, and another seed with decay."""
+    return [
+        Member("plain", seed=0, learning_rate=rate),
+        Member("held", seed=0, learning_rate=rate, scale_strength=1e-2, mean_strength=1e-1),
+        Member("other-seed", seed=3, learning_rate=0.3 * rate, decay=0.1, scale_strength=1e-1),
+    ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from locater.measure.alarms import Alarm, Alarms
@@ -11,18 +11,12 @@ from locater.measure.logs import AttentionLog
 
 
 class LogCallback:
-    """An `AttentionLog` that is open while a trainer runs."""
+    """An `AttentionLog`, whose arguments it takes, that is open while a trainer runs."""
 
-    def __init__(
-        self,
-        every: int = 50,
-        file: str | Path | None = "attention.jsonl",
-        tensorboard: str | Path | None = None,
-        layers: Sequence[int] | None = None,
-        alarms: Alarms | Callable[[Alarm], object] | None = None,
-    ) -> None:
-        self.every, self.file, self.tensorboard, self.layers = every, file, tensorboard, layers
+    def __init__(self, *log: Any, alarms: Alarms | Callable[[Alarm], object] | None = None, **options: Any) -> None:
+        inspect.signature(AttentionLog).bind(None, *log, **options)  # an unknown one is refused now
         self._alarms = Alarms.of(alarms)
+        self._log, self._options = log, {**options, "alarms": self._alarms}
         self.attention_log: AttentionLog | None = None
 
     @property
@@ -31,7 +25,7 @@ class LogCallback:
         return self._alarms.raised
 
     def open(self, model: Any) -> None:
-        self.attention_log = AttentionLog(model, self.every, self.file, self.tensorboard, self.layers, self._alarms)
+        self.attention_log = AttentionLog(model, *self._log, **self._options)
 
     def begin(self, step: int) -> None:
         if self.attention_log is not None:

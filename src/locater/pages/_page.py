@@ -20,6 +20,9 @@ from typing import Any
 from locater.errors import LocaterError
 
 _HEAD = """\
+<!doctype html>
+<html lang="en">
+<head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{{POLICY}}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -29,7 +32,8 @@ _HEAD = """\
 <link rel="icon" href="data:,">
 <style>
 {{STYLE}}
-</style>"""
+</style>
+</head>"""
 
 UNPACK = """\
 /** Runs the script that the element `id` holds, gzip in base64. */

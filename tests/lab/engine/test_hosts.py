@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from corpora import batch_at, write_corpus
+from corpora import batch_at
 
 from locater import control
-from locater.lab import Config, Member, ModelConfig, Stack, load_corpus
+from locater.lab import Config, Member, ModelConfig, Stack
 from locater.lab.config import METHOD_NAMES
 
 pytest.importorskip("transformers", reason="no transformers: pip install 'locater[hf]'")
@@ -37,11 +37,6 @@ SHIPPED = {
     "locater-auto": (3.0, lambda s: control.DecoupledLocAteRMethod(strength=s)),
     "locater": (0.0, lambda _: control.LocAteRMethod(scale_strength=1e-2, mean_strength=1e-1, target=2.0)),
 }
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return load_corpus(write_corpus(tmp_path_factory.mktemp("corpus")), cache=tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")

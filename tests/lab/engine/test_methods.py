@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from corpora import batch_at, write_corpus
+from corpora import batch_at
 from hypothesis import given
 from hypothesis import strategies as st
 from rotations import largest_product
@@ -18,7 +18,7 @@ from locater.control import penalty_gradient
 from locater.control.heads import Heads
 from locater.control.rules.decoupled import baseline_scale, decoupled_step, limit_factors
 from locater.control.rules.sigma_reparam import spectral_norms
-from locater.lab import Config, Member, ModelConfig, Stack, load_corpus
+from locater.lab import Config, Member, ModelConfig, Stack
 from locater.lab.config import METHOD_NAMES
 from locater.lab.engine.heads import rope_of
 from locater.lab.engine.methods import METHODS, Softcap, ZLoss
@@ -32,11 +32,6 @@ STRENGTHS = {
     "none": 0.0, "qk-norm": 2.0, "softcap": 5.0, "z-loss": 1e-2, "sigma-reparam": 0.0, "sigma-reparam-qk": 0.0,
     "qk-clip": 0.5, "qk-decay": 1.0, "locater-decoupled": 1.0, "locater-auto": 3.0,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return load_corpus(write_corpus(tmp_path_factory.mktemp("corpus")), cache=tmp_path_factory.mktemp("cache"))
 
 
 def stack_of(method, corpus, *members, **changes):

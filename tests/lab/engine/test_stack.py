@@ -6,26 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from corpora import batch_at, blocks_at, write_corpus
+from corpora import batch_at, blocks_at, three_members
 from fairseq_like import LanguageModel
 
 from locater import QK, LocaterError
 from locater.control import penalty_gradient
-from locater.lab import Config, Member, ModelConfig, Stack, load_corpus, members_for
+from locater.lab import Config, ModelConfig, Stack, members_for
 from locater.lab.engine.stack import TokenBlocks
 
 MODEL = ModelConfig(width=16, ffn=16, layers=2, heads=2, tokens=8)
 CONFIG = Config(model=MODEL, batch=6, steps=60)
-MEMBERS = [
-    Member("plain", seed=0, learning_rate=1e-2),
-    Member("held", seed=0, learning_rate=1e-2, scale_strength=1e-2, mean_strength=1e-1),
-    Member("other-seed", seed=3, learning_rate=3e-3, decay=0.1, scale_strength=1e-1),
-]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return load_corpus(write_corpus(tmp_path_factory.mktemp("corpus")), cache=tmp_path_factory.mktemp("cache"))
+MEMBERS = three_members(1e-2)
 
 
 def trained(config, members, corpus, steps):

@@ -6,26 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from corpora import write_corpus
+from corpora import three_members
 from torch.nn import functional
 
-from locater.lab import Config, Member, ModelConfig, Stack, load_corpus
+from locater.lab import Config, ModelConfig, Stack
 from locater.lab.engine.loss import loss_and_gradient, losses
 
 pytestmark = pytest.mark.gpu
 
 MODEL = ModelConfig(width=32, ffn=32, layers=2, heads=2, tokens=16)
 CONFIG = Config(model=MODEL, batch=8, steps=60)
-MEMBERS = [
-    Member("plain", seed=0, learning_rate=1e-3),
-    Member("held", seed=0, learning_rate=1e-3, scale_strength=1e-2, mean_strength=1e-1),
-    Member("other-seed", seed=3, learning_rate=3e-4, decay=0.1, scale_strength=1e-1),
-]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return load_corpus(write_corpus(tmp_path_factory.mktemp("corpus")), cache=tmp_path_factory.mktemp("cache"))
+MEMBERS = three_members(1e-3)
 
 
 def trained(config, members, corpus, steps, device="cuda", recorded=True):

@@ -37,11 +37,6 @@ MEMBERS = [
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return load_corpus(write_corpus(tmp_path_factory.mktemp("corpus")), cache=tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
 def processes():
     """A server that has torch loaded and forks a process at once when asked for one."""
     context = multiprocessing.get_context("forkserver")
