@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+
 from locater.lab import Member
 
 
@@ -48,3 +50,11 @@ def three_members(rate):
         Member("held", seed=0, learning_rate=rate, scale_strength=1e-2, mean_strength=1e-1),
         Member("other-seed", seed=3, learning_rate=0.3 * rate, decay=0.1, scale_strength=1e-1),
     ]
+
+
+def assert_close_metrics(measured, expected, **tolerances):
+    """Every member's metric, or its first layer's, within a relative tolerance."""
+    for here, there in zip(measured, expected, strict=True):
+        for name, tolerance in tolerances.items():
+            a, b = (value[0] if isinstance(value, list) else value for value in (here[name], there[name]))
+            assert a == pytest.approx(b, rel=tolerance), name

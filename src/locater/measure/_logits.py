@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.hooks import Bias, Visibility
+from locater.hooks import Visibility
 from locater.measure._kernels import View
 
 CPU_LOGITS, LOGITS = 1 << 20, 1 << 24  # in a block: smaller ones are no faster, and slow where cores are shared
@@ -36,13 +37,13 @@ class Logits:
         k: Tensor,
         causal: bool = True,
         scale: float | None = None,
-        key_mask: Tensor | None = None,
-        window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
-        bias: Bias | None = None,
+        **masks: Any,
     ) -> Logits:
+        """By the options of `attention_statistics`; `masks` are those of a `Visibility`: window, key_mask, bias."""
         _check_operands(q, k)
+        window = masks.get("window")
         (b, h, tq, width), tk = q.shape, k.shape[2]
         if tq > tk and (causal or window is not None or alibi_slopes is not None):
             raise LocaterError(
@@ -56,13 +57,13 @@ class Logits:
             raise LocaterError(f"window must be 1 or more, a query's own position being the first, got {window}")
         if softcap is not None and not 0 < softcap < math.inf:
             raise LocaterError(f"softcap must be positive and finite, got {softcap}")
-        _check_key_mask(key_mask, (b, tk), q.device)
+        _check_key_mask(masks.get("key_mask"), (b, tk), q.device)
         if alibi_slopes is not None and (alibi_slopes.shape != (h,) or alibi_slopes.device != q.device):
             raise LocaterError(
                 f"alibi_slopes must be ({h},) on {q.device}, one a head, "
                 f"got {tuple(alibi_slopes.shape)} on {alibi_slopes.device}"
             )
-        visibility = Visibility((b, h, tq, tk), q.device, causal, window, key_mask, bias)
+        visibility = Visibility((b, h, tq, tk), q.device, causal, **masks)
         return cls(q, k, visibility, scale, softcap, alibi_slopes)
 
     @property

@@ -65,11 +65,11 @@ def attention_statistics(
 
     Results are float64 for float64 inputs, else float32. Inputs and their autograd graph are left alone.
     """
-    logits = Logits.of(q, k, causal, scale, key_mask, window, softcap, alibi_slopes, bias)
+    masks = {"key_mask": key_mask, "window": window, "bias": bias}
+    logits = Logits.of(q, k, causal, scale, softcap, alibi_slopes, **masks)
     entropy, top, lse = row_statistics(logits)
     if bias is not None or (key_mask is not None and window is not None):
-        given = {"key_mask": key_mask, "window": window, "bias": bias}
-        names = " and ".join(name for name, value in given.items() if value is not None)
+        names = " and ".join(name for name, value in masks.items() if value is not None)
         check_unmasked((top != -math.inf).flatten(1).any(1), names)
     entropy.clamp_(0, math.log(k.shape[2]))  # rounding may carry equal logits beyond what they can have
     return AttentionStatistics(entropy, top, lse, _propagation.last_propagation(logits) if rho else None)

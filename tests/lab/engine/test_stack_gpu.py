@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from corpora import three_members
+from corpora import assert_close_metrics, three_members
 from torch.nn import functional
 
 from locater.lab import Config, ModelConfig, Stack
@@ -70,19 +70,14 @@ def test_stacked_equals_alone(corpus):
 def test_a_gpu_computes_what_a_cpu_computes(corpus):
     """Dropout included, whose masks do not depend on the device."""
     on_cpu, on_gpu = (trained(CONFIG, MEMBERS, corpus, 20, device) for device in ("cpu", "cuda"))
-    for there, here in zip(on_cpu.measure(), on_gpu.measure(), strict=True):
-        assert here["valid_loss"] == pytest.approx(there["valid_loss"], rel=1e-4)
-        assert here["scale"][0] == pytest.approx(there["scale"][0], rel=1e-3)
-        assert here["entropy"][1] == pytest.approx(there["entropy"][1], rel=1e-3)
+    assert_close_metrics(on_gpu.measure(), on_cpu.measure(), valid_loss=1e-4, scale=1e-3, entropy=1e-3)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_follows_single_precision(corpus, precision):
     exact = trained(CONFIG, MEMBERS, corpus, 60).measure()
     half = trained(replace(CONFIG, precision=precision), MEMBERS, corpus, 60).measure()
-    for a, b in zip(exact, half, strict=True):
-        assert b["valid_loss"] == pytest.approx(a["valid_loss"], rel=4e-3)
-        assert b["scale"][0] == pytest.approx(a["scale"][0], rel=2e-2)
+    assert_close_metrics(half, exact, valid_loss=4e-3, scale=2e-2)
 
 
 def test_a_member_that_breaks_stops_and_the_others_go_on(corpus):

@@ -21,15 +21,8 @@ from locater.lab.runs.records import Run
 from locater.lab.runs.sweep import Plan
 from locater.lab.runs.train import _fingerprint
 
-CONFIG = Config(
-    model=ModelConfig(width=16, ffn=16, layers=2, heads=2, tokens=8),
-    batch=8,
-    steps=300,
-    record_every=10,
-    checkpoint_every=15,
-    probe_blocks=8,
-    valid_blocks=8,
-)
+SHAPE = ModelConfig(width=16, ffn=16, layers=2, heads=2, tokens=8)
+CONFIG = Config(model=SHAPE, batch=8, steps=300, record_every=10, checkpoint_every=15, probe_blocks=8, valid_blocks=8)
 MEMBERS = [
     Member("plain", learning_rate=3e-3),
     Member("held", seed=1, learning_rate=3e-3, scale_strength=1e-2, mean_strength=1e-2),

@@ -99,12 +99,11 @@ const CONFIG = {
 
 /** A short line in a colour of the page ("first", "muted dashed", "alarm point" …) or in one of its own. */
 function swatch(look, colour = null) {
-  const made = el(`i.swatch.${look.split(" ").join(".")}`, { "aria-hidden": "true" });
-  if (colour) {
-    const paint = () => made.style.setProperty("--swatch", colour());
-    document.addEventListener("themed", paint);
-    paint();
-  }
+  const [name, ...style] = look.split(" ");
+  const made = el(["i.swatch", ...style].join("."), { "aria-hidden": "true" });
+  const paint = () => made.style.setProperty("--swatch", colour ? colour() : `var(--${name})`);
+  if (colour) document.addEventListener("themed", paint);
+  paint();
   return made;
 }
 
