@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from locater import LocAteR
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
+from ranks import laid_out, save_all, whole_weights
 from zoo import VOCABULARY, build
 
 STEPS, BATCH, TOKENS = 4, 4, 9
@@ -49,33 +49,10 @@ def trained(layout: str, family: str, how: str) -> dict[str, object]:
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = build(family).double()
-    if layout == "ddp":
-        wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    else:
-        from torch.distributed.fsdp import fully_shard
-
-        layers = model.model.layers if hasattr(model, "model") else model.transformer.h
-        for layer in layers:
-            fully_shard(layer)
-        wrapped = fully_shard(model)
     half = BATCH // 2
-    reg = train(wrapped, slice(rank * half, (rank + 1) * half), how)
-    whole = {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()
-        for name, value in model.state_dict().items()
-    }
-    return {"model": whole, "penalty": reg.measure()["penalty"]}
-
-
-def main() -> None:
-    dist.init_process_group("gloo")
-    saved = {case: trained(*case) for case in CASES}
-    if dist.get_rank() == 0:
-        torch.save(saved, sys.argv[1])
-    dist.barrier()  # neither goes while the other still needs it
-    dist.destroy_process_group()
-    os._exit(0)  # torch's threads are not always joined at an ordinary exit, which aborts
+    reg = train(laid_out(model, layout), slice(rank * half, (rank + 1) * half), how)
+    return {"model": whole_weights(model), "penalty": reg.measure()["penalty"]}
 
 
 if __name__ == "__main__":
-    main()
+    save_all(trained, CASES)

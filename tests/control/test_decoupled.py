@@ -243,9 +243,8 @@ def test_queries_and_keys_in_two_groups_or_two_optimizers_move_as_in_one():
     reg = DecoupledLocAteR(models[2])
     for optimizer in two:
         reg.attach(optimizer)
-    for _ in range(5):
-        for optimizer in two:
-            optimizer.step()
+    for optimizer in 5 * two:
+        optimizer.step()
     assert reg.step == 5
 
 

@@ -7,28 +7,18 @@ import copy
 import lightning
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
-from zoo import VOCABULARY, build
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+from zoo import build
 
 from locater import LocAteR
 from locater.control import DecoupledLocAteR
 from locater.control.hf import LocAteRCallback
 from locater.control.lightning import LocAteRCallback as LightningCallback
-
-STEPS, BATCH, TOKENS, RATE = 5, 2, 7, 1e-2
+from trainers import BATCH, RATE, STEPS, InOrder, Module, Text, batch, lightning_trainer
 
 # trainers warn about what a small test does not need: few workers, no logger, short epochs
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-class Text(Dataset):
-    def __len__(self):
-        return STEPS * BATCH
-
-    def __getitem__(self, index):
-        ids = torch.randint(3, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids}
 
 
 def strengths():
@@ -39,9 +29,8 @@ def by_hand(model, clip=None, penalised=True):
     """Loss plus penalty in a plain loop; what the trainers should amount to."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     reg = LocAteR(model, **strengths())
-    data = Text()
     for step in range(STEPS):
-        ids = torch.stack([data[step * BATCH + k]["input_ids"] for k in range(BATCH)])
+        ids = batch(step)
         optimizer.zero_grad()
         loss = model(input_ids=ids, labels=ids).loss
         (loss + reg.penalty() if penalised else loss).backward()
@@ -56,24 +45,14 @@ def assert_same(model, other, tolerance=1e-5):
         torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def hf_trainer(model, reg, folder, **more):
-    arguments = TrainingArguments(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=RATE, optim="sgd",
-        lr_scheduler_type="constant", max_grad_norm=0, report_to=[], logging_steps=1, use_cpu=True, save_strategy="no",
-        disable_tqdm=True, **more,
-    )  # fmt: skip
-
-    class InOrder(Trainer):
-        def _get_train_sampler(self, *_, **__):
-            return torch.utils.data.SequentialSampler(self.train_dataset)
-
+def hf_trainer(model, reg, folder):
     seen = []
 
     class Reporter(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **_):  # noqa: ARG002
             seen.append(dict(logs))
 
-    trainer = InOrder(model, arguments, train_dataset=Text(), callbacks=[Reporter()])
+    trainer = InOrder(model, folder, [Reporter()])
     LocAteRCallback(reg).add_to(trainer)
     return trainer, seen
 
@@ -95,23 +74,12 @@ def test_the_hugging_face_trainer_trains_on_loss_plus_penalty_and_logs(tmp_path)
     assert not reg._attached
 
 
-class Module(lightning.LightningModule):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def training_step(self, batch, _):
-        return self.model(**batch).loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=RATE)
-
-
-def lightning_trainer(callbacks, folder, **more):
-    return lightning.Trainer(
-        max_steps=STEPS, accelerator="cpu", logger=lightning.pytorch.loggers.CSVLogger(folder), log_every_n_steps=1,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks, **more,
-    )  # fmt: skip
+def fit(module, folder, callbacks, **more):
+    """The trainer, which logs every step, once it has trained."""
+    logger = lightning.pytorch.loggers.CSVLogger(folder)
+    trainer = lightning_trainer(folder, callbacks, logger=logger, log_every_n_steps=1, **more)
+    trainer.fit(module, DataLoader(Text(), batch_size=BATCH))
+    return trainer
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -119,8 +87,7 @@ def test_lightning_trains_on_loss_plus_penalty_clipped_together(tmp_path, clip):
     model = build("llama").train()
     expected = by_hand(copy.deepcopy(model), clip=clip)
     reg = LocAteR(model, **strengths())
-    trainer = lightning_trainer([LightningCallback(reg)], tmp_path, gradient_clip_val=clip)
-    trainer.fit(Module(model), DataLoader(Text(), batch_size=BATCH))
+    trainer = fit(Module(model), tmp_path, [LightningCallback(reg)], gradient_clip_val=clip)
     assert_same(model, expected)
     assert reg.step == STEPS
     assert "locater/penalty" in trainer.logged_metrics
@@ -137,7 +104,7 @@ def test_attaching_to_lightnings_optimizer_works_too_although_backward_runs_insi
             reg.attach(optimizer)
             return optimizer
 
-    lightning_trainer([], tmp_path).fit(Attached(model), DataLoader(Text(), batch_size=BATCH))
+    fit(Attached(model), tmp_path, [])
     assert_same(model, expected)
 
 
@@ -161,10 +128,7 @@ def test_a_loss_scale_in_lightning_does_not_scale_the_penalty(tmp_path, fused):
     optimizer.step()
     assert other.step == 1
     plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=256.0))
-    trainer = lightning.Trainer(
-        max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[LightningCallback(reg)], plugins=[plugin], default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = lightning_trainer(tmp_path, [LightningCallback(reg)], max_steps=1, plugins=[plugin])
     trainer.fit(Quiet(model), DataLoader(Text(), batch_size=BATCH))
     assert_same(model, expected)
 
@@ -186,9 +150,8 @@ TARGET = 3.0  # without one, it would do nothing to heads that turn and do not g
 def decoupled_by_hand(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     DecoupledLocAteR(model, target=TARGET).attach(optimizer)
-    data = Text()
     for step in range(STEPS):
-        ids = torch.stack([data[step * BATCH + k]["input_ids"] for k in range(BATCH)])
+        ids = batch(step)
         optimizer.zero_grad()
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
@@ -210,6 +173,6 @@ def test_lightning_makes_the_decoupled_steps(tmp_path):
     model = build("llama").train()
     expected = decoupled_by_hand(copy.deepcopy(model))
     callback = LightningCallback(DecoupledLocAteR(model, target=TARGET))
-    lightning_trainer([callback], tmp_path).fit(Module(model), DataLoader(Text(), batch_size=BATCH))
+    fit(Module(model), tmp_path, [callback])
     assert_same(model, expected)
     assert callback.regulariser.step == STEPS

@@ -487,9 +487,8 @@ def test_a_step_counts_once_with_closures_and_with_several_optimizers():
     two = [torch.optim.SGD(part.parameters(), lr=0.0) for part in model]
     for each in two:
         reg.attach(each)
-    for _ in range(3):
-        for each in two:
-            each.step()
+    for each in 3 * two:
+        each.step()
     assert reg.step == 4
 
 

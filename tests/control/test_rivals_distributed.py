@@ -17,7 +17,7 @@ def test_two_ranks_train_as_one_process_does(tmp_path, full):
         pytest.skip("a sixth of a minute: LOCATER_FULL=1, or make test-full")
     saved = saved_by_two_ranks(Path(__file__).parent / "rivals_worker.py", tmp_path / "trained.pt")
     for layout, family, method in CASES:
-        alone, without = train(family, method), train(family, None)
+        alone, without = (train("alone", family, each) for each in (method, None))
         for name, value in alone.items():
             where = f"{layout} {family} {method} {name}"
             torch.testing.assert_close(

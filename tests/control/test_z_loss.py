@@ -120,25 +120,25 @@ def assert_same(found, expected, but=(), tolerance=1e-9):
             assert (gradient - expected[name]).abs().max() < tolerance * largest, name
 
 
+def assert_as_defined(model, given, but=()):
+    """The gradients, those of weights named in `but` apart, and what is measured."""
+    expected, penalty = by_definition(model, given)
+    found, measured = with_z_loss(model, given)
+    assert_same(found, expected, but)
+    assert measured == pytest.approx(penalty, rel=1e-9)
+
+
 @pytest.mark.parametrize(
     "family",
     ["gpt2", "llama", "gpt-neox", "bert", "gemma2", "mistral", "gptj", "bloom", "falcon-new", "whisper", "vit"],
 )
 def test_the_gradient_of_a_model_is_that_of_loss_plus_penalty(family):
-    model, given = ready(family), batch(family)
-    expected, penalty = by_definition(model, given)
-    found, measured = with_z_loss(model, given)
-    assert_same(found, expected)
-    assert measured == pytest.approx(penalty, rel=1e-9)
+    assert_as_defined(ready(family), batch(family))
 
 
 def test_t5s_position_bias_is_part_of_the_logsumexp_but_gets_no_gradient_from_it():
-    model, given = ready("t5"), batch("t5")
-    expected, penalty = by_definition(model, given)
-    found, measured = with_z_loss(model, given)
     # the biases, and nothing else: all else that leads to a logit leads there through q and k
-    assert_same(found, expected, but=("relative_attention_bias.weight",))
-    assert measured == pytest.approx(penalty, rel=1e-9)
+    assert_as_defined(ready("t5"), batch("t5"), but=("relative_attention_bias.weight",))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "falcon-new"])
@@ -350,12 +350,9 @@ def test_gradient_checkpointing_changes_nothing(family, reentrant):
 
 
 def test_with_a_softcap_it_is_of_the_capped_logits():
-    model, given = ready("llama"), batch("llama")
+    model = ready("llama")
     Softcap(1.0).apply(model)
-    expected, penalty = by_definition(model, given)
-    found, measured = with_z_loss(model, given)
-    assert_same(found, expected)
-    assert measured == pytest.approx(penalty, rel=1e-9)
+    assert_as_defined(model, batch("llama"))
 
 
 def test_training_with_it_lowers_the_logsumexp():

@@ -5,41 +5,22 @@ from __future__ import annotations
 import copy
 import json
 
-import lightning
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, SequentialSampler
-from transformers import Trainer, TrainingArguments
-from zoo import VOCABULARY, build
+from torch.utils.data import DataLoader
+from zoo import build
 
 from locater import LocaterError, observe
 from locater.measure.hf import ObserveCallback
 from locater.measure.lightning import ObserveCallback as LightningCallback
 from locater.measure.logs import AttentionLog, read_log
+from trainers import BATCH, RATE, STEPS, InOrder, Module, Text, batch, lightning_trainer
 
-STEPS, BATCH, TOKENS, RATE = 5, 2, 7, 1e-2
 HEADS, STATES = ("entropy", "entropy_share", "max_logit"), ("rank_residual", "effective_rank", "mean_cosine")
 
 # trainers warn about what a small test does not need: few workers, no logger, short epochs
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-class Text(Dataset):
-    def __init__(self, size=STEPS * BATCH):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        ids = torch.randint(3, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": ids, "labels": ids}
-
-
-def batch(step):
-    data = Text()
-    return torch.stack([data[step * BATCH + k]["input_ids"] for k in range(BATCH)])
 
 
 def by_hand(model, every=1):
@@ -84,29 +65,15 @@ def assert_left_alone(model):
 # ---------------------------------------------------------------- Hugging Face
 
 
-class InOrder(Trainer):
-    def _get_train_sampler(self, *_, **__):
-        return SequentialSampler(self.train_dataset)
-
-
-def hf_trainer(model, folder, callbacks, data=None, kind=InOrder, **more):
-    arguments = TrainingArguments(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=RATE, optim="sgd",
-        lr_scheduler_type="constant", max_grad_norm=0, report_to=[], logging_steps=1, use_cpu=True, save_strategy="no",
-        disable_tqdm=True, **more,
-    )  # fmt: skip
-    return kind(model, arguments, train_dataset=data or Text(), callbacks=callbacks)
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2"])  # gpt2 has dropout
 def test_a_log_of_the_hugging_face_trainer_is_what_observe_gives(tmp_path, name):
     model = build(name).train()
     found = by_hand(copy.deepcopy(model), every=2)
     without = copy.deepcopy(model)
     torch.manual_seed(0)
-    hf_trainer(without, tmp_path, []).train()
+    InOrder(without, tmp_path, []).train()
     torch.manual_seed(0)
-    hf_trainer(model, tmp_path, [ObserveCallback(every=2, file=tmp_path / "a.jsonl")]).train()
+    InOrder(model, tmp_path, [ObserveCallback(every=2, file=tmp_path / "a.jsonl")]).train()
     assert_same(model, without)
     assert_left_alone(model)
     if name == "llama":
@@ -120,7 +87,7 @@ def test_the_forwards_of_an_accumulated_update_are_averaged(tmp_path):
     with observe(twin) as seen:
         twin(input_ids=ids)
     more = {"gradient_accumulation_steps": 2, "data": Text(2 * STEPS * BATCH)}
-    hf_trainer(model, tmp_path, [ObserveCallback(file=tmp_path / "a.jsonl")], **more).train()
+    InOrder(model, tmp_path, [ObserveCallback(file=tmp_path / "a.jsonl")], **more).train()
     log = read_log(tmp_path / "a.jsonl")
     assert set(log["step"]) == {0}
     got = np.concatenate(log["entropy"].to_list())
@@ -135,7 +102,7 @@ def test_a_trainer_that_fails_leaves_the_model_to_close(tmp_path):
 
     model, callback = build("llama"), ObserveCallback(file=tmp_path / "a.jsonl")
     with pytest.raises(ZeroDivisionError):
-        hf_trainer(model, tmp_path, [callback], kind=Fails).train()
+        Fails(model, tmp_path, [callback]).train()
     callback.close()
     assert_left_alone(model)
     assert not (tmp_path / "a.jsonl").exists()
@@ -144,28 +111,9 @@ def test_a_trainer_that_fails_leaves_the_model_to_close(tmp_path):
 # ---------------------------------------------------------------- Lightning
 
 
-class Module(lightning.LightningModule):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def training_step(self, batch, _):
-        return self.model(**batch).loss
-
-    def validation_step(self, batch, _):
-        self.model(**batch)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=RATE)
-
-
 def fit(module, folder, callbacks, validate=False, **more):
-    trainer = lightning.Trainer(
-        max_steps=STEPS, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=callbacks, default_root_dir=folder, **more,
-    )  # fmt: skip
     loader = DataLoader(Text(), batch_size=BATCH)
-    trainer.fit(module, loader, loader if validate else None)
+    lightning_trainer(folder, callbacks, **more).fit(module, loader, loader if validate else None)
 
 
 @pytest.mark.parametrize("inner", [False, True])

@@ -35,10 +35,11 @@ class Logits:
         cls,
         q: Tensor,
         k: Tensor,
-        causal: bool = True,
         scale: float | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        *,
+        causal: bool = True,
         **masks: Any,
     ) -> Logits:
         """By the options of `attention_statistics`; `masks` are those of a `Visibility`: window, key_mask, bias."""

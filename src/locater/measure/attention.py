@@ -66,7 +66,7 @@ def attention_statistics(
     Results are float64 for float64 inputs, else float32. Inputs and their autograd graph are left alone.
     """
     masks = {"key_mask": key_mask, "window": window, "bias": bias}
-    logits = Logits.of(q, k, causal, scale, softcap, alibi_slopes, **masks)
+    logits = Logits.of(q, k, scale, softcap, alibi_slopes, causal=causal, **masks)
     entropy, top, lse = row_statistics(logits)
     if bias is not None or (key_mask is not None and window is not None):
         names = " and ".join(name for name, value in masks.items() if value is not None)

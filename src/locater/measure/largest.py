@@ -14,5 +14,5 @@ __all__ = ["max_logits"]
 @torch.no_grad()
 def max_logits(q: Tensor, k: Tensor, *, causal: bool = True, scale: float | None = None) -> Tensor:
     """Over all unmasked pairs of q (B, H, Tq, K) and k (B, G, Tk, K): (B, H). Waits for nothing on the device."""
-    logits = Logits.of(q, k, causal, scale)
+    logits = Logits.of(q, k, scale, causal=causal)
     return row_statistics(logits)[1].amax(2)

@@ -63,10 +63,10 @@ class Spectra:
 def spectra(
     model_or_path: nn.Module | str | Path | Checkpoint,
     *,
+    covariance: Tensor | Mapping[str, Tensor] | None = None,
     offset: float = 0.0,
     average_offsets: int | None = None,
     fold_norm: bool = False,
-    covariance: Tensor | Mapping[str, Tensor] | None = None,
 ) -> Iterator[Spectra]:
     """W_QK of every attention module, one at a time; the arguments are those of `scan`."""
     if not abs(offset) < float("inf"):

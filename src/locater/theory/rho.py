@@ -48,9 +48,9 @@ def rho(
     temperature: float,
     method: str = "exact",
     *,
-    covariance: ArrayLike | None = None,
     samples: int = 100_000,
     seed: int = 0,
+    covariance: ArrayLike | None = None,
 ) -> Array:
     """ρ_i for every token of `process`, the last one being the query: (..., tokens).
 

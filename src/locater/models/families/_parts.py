@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.models.attention import Norm, Projection, Rope
+from locater.models.attention import Attention, Norm, Projection, Rope
 from locater.models.registry import Site
 
 
@@ -105,6 +105,20 @@ def interleaved(site: Site, name: str, heads: Heads) -> tuple[Projection, Projec
         projection(site, name, lambda t: t.unflatten(0, shape)[:, 0:1]),
         projection(site, name, lambda t: t.unflatten(0, shape)[:, 1:2]),
     )
+
+
+def usual_attention(
+    site: Site,
+    layout: Callable[..., tuple[Projection, Projection]],
+    *layers: str,
+    rope: Callable[[Site, int], Rope] | None = None,
+    **parts: Any,
+) -> Attention:
+    """Heads from the configuration, q and k by `layout` (one of the above) from `layers`, logits divided by √K."""
+    heads = Heads.of(site)
+    query, key = layout(site, *layers, heads)
+    rotary = None if rope is None else rope(site, heads.width)
+    return site.attention(query, key, scale=heads.width**-0.5, rope=rotary, **parts)
 
 
 def rms_norm(site: Site, name: str, *, plus_one: bool = False) -> Norm | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from locater.models.attention import Attention
-from locater.models.families._parts import Heads, separate
+from locater.models.families._parts import separate, usual_attention
 from locater.models.registry import Site, register
 
 
@@ -17,7 +17,8 @@ from locater.models.registry import Site, register
     paths=(r"(?:.*\.)?layer\.\d+\.attention\.self", r"(?:.*\.)?layer\.\d+\.crossattention\.self"),
 )
 def read(site: Site) -> Attention:
-    return _read(site, "query", "key", "cross" if "crossattention" in site.name else "self")
+    kind = "cross" if "crossattention" in site.name else "self"
+    return usual_attention(site, separate, "query", "key", kind=kind)
 
 
 @register(
@@ -27,10 +28,4 @@ def read(site: Site) -> Attention:
     paths=(r"(?:.*\.)?layer\.\d+\.attention",),
 )
 def read_distilbert(site: Site) -> Attention:
-    return _read(site, "q_lin", "k_lin", "self")
-
-
-def _read(site: Site, query_name: str, key_name: str, kind: str) -> Attention:
-    heads = Heads.of(site)
-    query, key = separate(site, query_name, key_name, heads)
-    return site.attention(query, key, kind=kind, scale=heads.width**-0.5)
+    return usual_attention(site, separate, "q_lin", "k_lin")

@@ -6,21 +6,15 @@ import torch
 from torch import Tensor
 
 from locater.models.attention import Alibi, Attention
-from locater.models.families._parts import Heads, interleaved, layer_norm
+from locater.models.families._parts import Heads, interleaved, layer_norm, usual_attention
 from locater.models.registry import Site, register
 
 
 @register("BloomAttention", checkpoints=("bloom",), paths=(r"(?:.*\.)?h\.\d+\.self_attention",))
 def read(site: Site) -> Attention:
-    heads = Heads.of(site)
-    query, key = interleaved(site, "query_key_value", heads)
-    return site.attention(
-        query,
-        key,
-        scale=heads.width**-0.5,
-        position_bias=Alibi(alibi_slopes(heads.groups)),
-        input_norm=layer_norm(site, "../input_layernorm", "layer_norm_epsilon"),
-    )
+    bias = Alibi(alibi_slopes(Heads.of(site).groups))
+    norm = layer_norm(site, "../input_layernorm", "layer_norm_epsilon")
+    return usual_attention(site, interleaved, "query_key_value", position_bias=bias, input_norm=norm)
 
 
 def alibi_slopes(heads: int) -> Tensor:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from locater.models.attention import Attention
-from locater.models.families._parts import Heads, layer_norm, rope_from, separate
+from locater.models.attention import Attention, Rope
+from locater.models.families._parts import layer_norm, rope_from, separate, usual_attention
 from locater.models.registry import Site, register
 
 
 @register("GPTJAttention", checkpoints=("gptj",), paths=(r"(?:.*\.)?h\.\d+\.attn",))
 def read(site: Site) -> Attention:
-    heads = Heads.of(site)
-    query, key = separate(site, "q_proj", "k_proj", heads)
-    dim = site.setting("rotary_dim", default=heads.width)
-    return site.attention(
-        query,
-        key,
-        scale=heads.width**-0.5,
-        rope=rope_from({"rope_theta": 10000.0}, dim, site, interleaved=True),
-        input_norm=layer_norm(site, "../ln_1", "layer_norm_epsilon"),
-    )
+    norm = layer_norm(site, "../ln_1", "layer_norm_epsilon")
+    return usual_attention(site, separate, "q_proj", "k_proj", rope=_rope, input_norm=norm)
+
+
+def _rope(site: Site, width: int) -> Rope:
+    dim = site.setting("rotary_dim", default=width)
+    return rope_from({"rope_theta": 10000.0}, dim, site, interleaved=True)

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from locater.models.attention import Attention, Rope
-from locater.models.families._parts import Heads, layer_norm, rope, rope_from, stacked
+from locater.models.families._parts import layer_norm, rope, rope_from, stacked, usual_attention
 from locater.models.registry import Site, register
 
 
 @register("ModernBertAttention", checkpoints=("modernbert",), paths=(r"(?:.*\.)?layers\.\d+\.attn",))
 def read(site: Site) -> Attention:
-    heads = Heads.of(site)
-    query, key = stacked(site, "Wqkv", heads)
-    return site.attention(
-        query,
-        key,
-        scale=heads.width**-0.5,
-        rope=_rope(site, heads.width),
-        input_norm=layer_norm(site, "../attn_norm", "norm_eps"),
-    )
+    norm = layer_norm(site, "../attn_norm", "norm_eps")
+    return usual_attention(site, stacked, "Wqkv", rope=_rope, input_norm=norm)
 
 
 def _rope(site: Site, width: int) -> Rope:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from locater.models.attention import Attention
-from locater.models.families._parts import Heads, layer_norm, separate
+from locater.models.families._parts import layer_norm, separate, usual_attention
 from locater.models.registry import Site, register
 
 
@@ -13,12 +13,7 @@ from locater.models.registry import Site, register
     paths=(r"(?:.*\.)?layers?\.\d+\.attention(?:\.attention)?(?=\.(?:q_proj|query)\.)",),
 )
 def read(site: Site) -> Attention:
-    heads = Heads.of(site)
     older = site.optional("query.weight") is not None
-    query, key = separate(site, *(("query", "key") if older else ("q_proj", "k_proj")), heads)
-    return site.attention(
-        query,
-        key,
-        scale=heads.width**-0.5,
-        input_norm=layer_norm(site, "../layernorm_before" if not older else "../../layernorm_before", "layer_norm_eps"),
-    )
+    layers = ("query", "key") if older else ("q_proj", "k_proj")
+    norm = layer_norm(site, "../layernorm_before" if not older else "../../layernorm_before", "layer_norm_eps")
+    return usual_attention(site, separate, *layers, input_norm=norm)
