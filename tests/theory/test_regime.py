@@ -64,7 +64,25 @@ def test_the_map_at_finite_size_uses_the_exact_law_and_knows_the_bound_on_xi():
         assert names[1, j] == regime(rho(spectrum_at(0.0, eta, 128), walk, 1.0))
 
 
-@pytest.mark.parametrize(("xi", "eta", "dim"), [(3.0, 0.2, 64), (-8.0, 5.0, 64), (0.0, 1.0, 7), (1.0, 2.0, 1)])
+def test_a_single_eigenvalue_has_a_regime_at_xi_plus_and_minus_one_only():
+    walk, etas = TokenProcess.random_walk(12), [0.01, 1.0, 30.0]
+    names = regime_map_at([-1, -0.5, 0, 0.999, 1], etas, dim=1, process=walk)
+    assert names[1:4].tolist() == [[""] * 3] * 3
+    for row, sign in ((0, -1), (4, 1)):
+        assert names[row].tolist() == [regime(rho([sign * eta], walk, 1.0)) for eta in etas]
+
+
+@pytest.mark.parametrize("dim", [1, 3, 7, 11])
+def test_equal_eigenvalues_have_the_largest_xi_up_to_rounding(dim):
+    for w in (0.1, 0.3, -1.7):
+        spectrum = np.full(dim, w)
+        eta = float(np.sqrt((spectrum**2).sum()))
+        np.testing.assert_allclose(spectrum_at(float(spectrum.sum() / eta), eta, dim), spectrum, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("xi", "eta", "dim"), [(3.0, 0.2, 64), (-8.0, 5.0, 64), (0.0, 1.0, 7), (1.0, 2.0, 1), (-1.0, 2.0, 1)]
+)
 def test_spectrum_at_has_the_trace_and_scale_asked_for(xi, eta, dim):
     w = spectrum_at(xi, eta, dim)
     assert w.shape == (dim,)
@@ -78,7 +96,9 @@ def test_spectrum_at_has_the_trace_and_scale_asked_for(xi, eta, dim):
         (lambda: regime([0.5]), "at least 2 tokens"),
         (lambda: regime([0.5, 1.5]), "probabilities"),
         (lambda: regime([0.5, np.nan]), "finite"),
-        (lambda: spectrum_at(9.0, 1.0, 64), r"±8 by the bound \(5\)"),
+        (lambda: spectrum_at(9.0, 1.0, 64), r"within ±√dim = ±8, the bound \(5\), got 9"),
+        (lambda: spectrum_at(np.nan, 1.0, 64), "got nan"),
+        (lambda: spectrum_at(0.5, 1.0, 1), "1 or −1 for a single eigenvalue, got 0.5"),
         (lambda: regime_map([1.0], [0.0]), "eta must be positive"),
     ],
 )

@@ -20,6 +20,7 @@ REGIMES = ("late", "middle", "early", "flat", "vanishing")
 
 VANISHING_BELOW = 0.1  # no token is on the slope in even a tenth of the sequences
 HIGH_FROM = 0.5  # of the highest ρ
+ROUNDING = 1e-12  # relative: ξ = tr W/√tr W² of equal eigenvalues is √dim but for this
 
 
 @overload
@@ -69,7 +70,7 @@ def regime_map_at(xi: ArrayLike, eta: ArrayLike, *, dim: int, process: TokenProc
     xi_, eta_ = check.finite("xi", xi).reshape(-1), check.finite("eta", eta).reshape(-1)
     names = np.full((len(xi_), len(eta_)), "", dtype="<U9")
     for i, x in enumerate(xi_):
-        if abs(x) <= np.sqrt(dim):
+        if _has_spectrum(x, dim):
             spectra = np.stack([spectrum_at(x, e, dim) for e in eta_])
             names[i] = regime(rho(spectra, process, 1.0))
     return names
@@ -78,12 +79,19 @@ def regime_map_at(xi: ArrayLike, eta: ArrayLike, *, dim: int, process: TokenProc
 def spectrum_at(xi: float, eta: float, dim: int) -> Array:
     """`dim` eigenvalues, shaped like a normal's quantiles, with tr W = ξη and tr W² = η² (λ = 1).
 
-    |ξ| ≤ √dim is the bound (5).
+    |ξ| ≤ √dim is the bound (5); a single eigenvalue has ξ = ±1 and no other.
     """
     dim, eta = check.at_least("dim", dim, 1), check.positive("eta", eta)
-    if not abs(xi) <= np.sqrt(dim):
-        raise LocaterError(f"xi must be within ±√dim = ±{np.sqrt(dim):.4g} by the bound (5), got {xi}")
+    if not _has_spectrum(xi, dim):
+        allowed = "1 or −1 for a single eigenvalue" if dim == 1 else f"within ±√dim = ±{np.sqrt(dim):.4g}, the bound (5)"
+        raise LocaterError(f"xi must be {allowed}, got {xi}")
     shape = normal_spectrum(0.0, 1.0, dim)
     spread = np.sqrt((shape**2).mean()) if dim > 1 else 1.0
     std = eta * np.sqrt(max(0.0, 1 - xi**2 / dim) / dim)
     return np.asarray(xi * eta / dim + std * shape / spread)
+
+
+def _has_spectrum(xi: float, dim: int) -> bool:
+    """Whether `dim` real eigenvalues can have this ξ = tr W/√tr W², up to rounding."""
+    size, widest = abs(xi), np.sqrt(dim) * (1 + ROUNDING)
+    return bool(size <= widest and (dim > 1 or size >= 1 - ROUNDING))

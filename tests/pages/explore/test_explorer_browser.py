@@ -126,6 +126,17 @@ def test_a_click_on_the_plane_moves_the_spectrum_there(explorer):
     assert np.log10(float(page.locator("#eta-value").inner_text())) == pytest.approx(0, abs=5 / 96)
 
 
+def test_a_click_where_no_spectrum_is_moves_nothing(explorer):
+    page = explorer("#d=1&T=12")  # a single eigenvalue has ξ = 1 or −1
+    page.evaluate("explorer.planeSettled()")
+    before = page.evaluate("explorer.state()")
+    box = page.locator("#plane .nsewdrag").bounding_box()
+    click_plot(page, "document.getElementById('plane')", (box["x"] + 0.7 * box["width"], box["y"] + 0.4 * box["height"]))
+    page.evaluate("explorer.settled()")
+    assert page.evaluate("explorer.state()") == before
+    assert "a single eigenvalue has ξ = ±1" in page.locator("#plane-caption").inner_text()
+
+
 def test_the_bound_on_entropy_is_pythons_and_is_marked_at_the_spectrums_own_logits(explorer):
     page = explorer("#mean=0.001&std=0.002&d=64&T=30")
     lines = drawn(page, "entropy")

@@ -140,6 +140,7 @@ function start() {
     find("plane").on("plotly_click", ({ points }) => {
       const xi = points[0].x, eta = 10 ** points[0].y;
       if (state.mode === "limit") return change({ xi, eta });
+      if (!theory.hasSpectrum(xi, state.d)) return;
       const { mean, std } = theory.spectrumAt(xi, eta, state.d, settings.resolved(state).temperature);
       change({ mean: Number(mean.toPrecision(4)), std: Number(std.toPrecision(4)) });
     });
@@ -173,7 +174,8 @@ function start() {
     const tokens = walk ? "a random walk" : state.process === "ar" ? "autoregressive tokens" : "independent tokens";
     find("plane-caption").innerHTML = limit
       ? "By Eq. (6) corrected, <i>T</i> and <i>d</i> → ∞. Dashed: |<i>ξη</i>| = 2. A click moves there."
-      : `By the exact law for ${tokens} at <i>d</i> = ${state.d}, <i>T</i> = ${state.T}; |<i>ξ</i>| ≤ √<i>d</i>. ` +
+      : `By the exact law for ${tokens} at <i>d</i> = ${state.d}, <i>T</i> = ${state.T}; ` +
+        `${state.d > 1 ? "|<i>ξ</i>| ≤ √<i>d</i>" : "a single eigenvalue has <i>ξ</i> = ±1, the edges"}. ` +
         `${walk ? "Dashed: |<i>ξη</i>| = 2, from where <i>ρ</i> of Eq. (6) localises. " : ""}A click moves there.`;
     find("entropy-caption").innerHTML = limit
       ? `For <i>T</i> = ${state.T} keys. No entropy exceeds ln <i>T</i>, as the printed bound does.`

@@ -3,6 +3,7 @@
 const plane = (() => {
   const COLUMNS = 129, ROWS = 97; // ξ and η; both one more than a multiple of COARSEST
   const COARSEST = 16;
+  const UNKNOWN = -1, NO_SPECTRUM = -2; // beside the indices of theory.REGIMES
   const TOLERANCE = 1e-4; // of ρ: halving once more squares it, and a regime's borders stay where they are
 
   /** The ξ of the columns, over what |ξ| ≤ √d allows, and the η of the rows, evenly in log η. */
@@ -12,7 +13,7 @@ const plane = (() => {
     return { xi, eta };
   }
 
-  /** A function that names the regime, as an index of theory.REGIMES, at (ξ, η) for these settings. */
+  /** A function that names the regime at (ξ, η) for these settings: an index of theory.REGIMES, or NO_SPECTRUM. */
   function classifier(settings) {
     const name = (rho) => theory.REGIMES.indexOf(theory.regime(rho));
     if (settings.mode === "limit") {
@@ -21,12 +22,13 @@ const plane = (() => {
     }
     const process = theory.tokenProcess(settings.process, settings.T, settings.decay);
     return (xi, eta) => {
+      if (!theory.hasSpectrum(xi, settings.d)) return NO_SPECTRUM;
       const { mean, std } = theory.spectrumAt(xi, eta, settings.d);
       return name(theory.exactRho(theory.normalSpectrum(mean, std, settings.d), process, 1, TOLERANCE));
     };
   }
 
-  /** Fills `grid` (rows of columns, −1 where not known), coarse to fine, and yields the step whenever `classify` was
+  /** Fills `grid` (rows of columns, UNKNOWN to begin with), coarse to fine, and yields the step whenever `classify` was
    * asked and at the end of each pass. A point whose coarser neighbours are all of one regime is taken to be of it;
    * at the end every such guess that has come to lie at a border is asked for too. */
   function* refine(grid, classify) {
@@ -35,8 +37,8 @@ const plane = (() => {
       for (let r = 0; r < ROWS; r += step) {
         for (let c = 0; c < COLUMNS; c += step) {
           const place = r * COLUMNS + c;
-          if (grid[place] >= 0) continue;
-          const around = step === COARSEST ? -1 : commonRegime(grid, c, r, 2 * step);
+          if (grid[place] !== UNKNOWN) continue;
+          const around = step === COARSEST ? UNKNOWN : commonRegime(grid, c, r, 2 * step);
           guessed[place] = around >= 0 ? 1 : 0;
           grid[place] = around >= 0 ? around : classify(c, r);
           if (around < 0) yield step;
@@ -58,13 +60,13 @@ const plane = (() => {
     }
   }
 
-  /** The regime at the corners of the cell (or edge) of size `wide` that (c, r) lies in, or −1 if they differ. */
+  /** The regime at the corners of the cell (or edge) of size `wide` that (c, r) lies in, or UNKNOWN if they differ. */
   function commonRegime(grid, c, r, wide) {
     const left = c - (c % wide), right = c % wide ? left + wide : left;
     const low = r - (r % wide), high = r % wide ? low + wide : low;
     const corner = grid[low * COLUMNS + left];
     const others = [low * COLUMNS + right, high * COLUMNS + left, high * COLUMNS + right];
-    return others.every((place) => grid[place] === corner) ? corner : -1;
+    return others.every((place) => grid[place] === corner) ? corner : UNKNOWN;
   }
 
   /** Whether a point next to (c, r) is of another regime. */
@@ -80,12 +82,12 @@ const plane = (() => {
   function preview(grid) {
     return grid.map((found, place) => {
       const c = place % COLUMNS, r = (place - c) / COLUMNS;
-      for (let step = 2; found < 0 && step <= COARSEST; step *= 2) {
+      for (let step = 2; found === UNKNOWN && step <= COARSEST; step *= 2) {
         found = grid[Math.round(r / step) * step * COLUMNS + Math.round(c / step) * step];
       }
       return found;
     });
   }
 
-  return { COLUMNS, ROWS, axes, classifier, preview, refine };
+  return { COLUMNS, ROWS, UNKNOWN, axes, classifier, preview, refine };
 })();

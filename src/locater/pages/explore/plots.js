@@ -65,15 +65,16 @@ const plots = (() => {
     const height = Array.from(eta, Math.log10);
     const rows = height.map((_, r) => Array.from(xi, (_, c) => regimes[r * xi.length + c]));
     const place = (c, r) => `<i>ξ</i> = ${xi[c].toPrecision(3)}, <i>η</i> = ${eta[r].toPrecision(3)}`;
-    const text = () => rows.map((row, r) => row.map((found, c) => `${place(c, r)}: ${names[found]}`));
-    const shades = ["unknown", ...names].map(colour); // for −1, 0, 1, …
+    const text = () => rows.map((row, r) => row.map((found, c) => `${place(c, r)}: ${names[found] ?? "no spectrum"}`));
+    const shades = ["unknown", ...names].map(colour); // for −1 and below, 0, 1, …
     const scale = shades.flatMap((shade, k) => [[k / shades.length, shade], [(k + 1) / shades.length, shade]]);
     const map = {
       type: "heatmap", x: xi, y: height, z: rows, zmin: -1.5, zmax: names.length - 0.5, colorscale: scale,
       showscale: false, ...(done ? { text: text(), hovertemplate: "%{text}<extra></extra>" } : { hoverinfo: "skip" }),
     };
     const widest = xi[xi.length - 1], low = height[0], high = height[height.length - 1];
-    const x = axis("<i>ξ</i> = tr <i>W</i> / √tr <i>W</i>²", { range: [-widest, widest], showgrid: false });
+    const edge = widest * (1 + 1 / (xi.length - 1)); // with the outer half of the last column
+    const x = axis("<i>ξ</i> = tr <i>W</i> / √tr <i>W</i>²", { range: [-edge, edge], showgrid: false });
     const decades = Array.from({ length: Math.round(high - low) + 1 }, (_, k) => Math.round(low) + k);
     const y = axis("<i>η</i> = √tr <i>W</i>² / <i>λ</i>", {
       range: [low, high], showgrid: false, tickvals: decades, ticktext: decades.map((n) => `10${superscript(n)}`),

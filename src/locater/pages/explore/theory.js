@@ -69,7 +69,13 @@ const theory = (() => {
     return Math.sqrt(normalShape(dim).reduce((sum, q) => sum + q * q, 0) / dim);
   }
 
-  /** Mean and std of the normal whose `dim` mid-quantiles have tr W = ξηλ and tr W² = (ηλ)²; |ξ| ≤ √dim. */
+  /** Whether `dim` real eigenvalues can have this ξ, up to rounding: |ξ| ≤ √dim, and |ξ| = 1 for a single one. */
+  function hasSpectrum(xi, dim) {
+    const size = Math.abs(xi), rounding = 1e-12;
+    return size <= Math.sqrt(dim) * (1 + rounding) && (dim > 1 || size >= 1 - rounding);
+  }
+
+  /** Mean and std of the normal whose `dim` mid-quantiles have tr W = ξηλ and tr W² = (ηλ)²; see `hasSpectrum`. */
   function spectrumAt(xi, eta, dim, temperature = 1) {
     const std = eta * Math.sqrt(Math.max(0, 1 - (xi * xi) / dim) / dim);
     return { mean: (temperature * xi * eta) / dim, std: (temperature * std) / shapeSpread(dim) };
@@ -220,7 +226,7 @@ const theory = (() => {
   }
 
   return {
-    REGIMES, entropyLowerBound, erf, exactMoments, exactRho, firstWeights, gaussianRho, largeTRho, logitNorm,
-    normalSpectrum, regime, rhoCurve, shapeSpread, spectrumAt, tokenProcess, traces,
+    REGIMES, entropyLowerBound, erf, exactMoments, exactRho, firstWeights, gaussianRho, hasSpectrum, largeTRho,
+    logitNorm, normalSpectrum, regime, rhoCurve, shapeSpread, spectrumAt, tokenProcess, traces,
   };
 })();

@@ -51,7 +51,7 @@ function curves(settings) {
 
 async function fill({ id, settings, extent }) {
   const { xi, eta } = plane.axes(extent);
-  const regimes = new Int8Array(xi.length * eta.length).fill(-1);
+  const regimes = new Int8Array(xi.length * eta.length).fill(plane.UNKNOWN);
   const walk = settings.mode === "limit" || settings.process === "walk";
   const show = (done) => self.postMessage({ id, xi, eta, regimes: plane.preview(regimes), walk, done });
   try {
