@@ -83,8 +83,8 @@ def spectrum_at(xi: float, eta: float, dim: int) -> Array:
     """
     dim, eta = check.at_least("dim", dim, 1), check.positive("eta", eta)
     if not _has_spectrum(xi, dim):
-        allowed = "1 or −1 for a single eigenvalue" if dim == 1 else f"within ±√dim = ±{np.sqrt(dim):.4g}, the bound (5)"
-        raise LocaterError(f"xi must be {allowed}, got {xi}")
+        within = f"within ±√dim = ±{np.sqrt(dim):.4g}, the bound (5)"
+        raise LocaterError(f"xi must be {within if dim > 1 else '1 or −1 for a single eigenvalue'}, got {xi}")
     shape = normal_spectrum(0.0, 1.0, dim)
     spread = np.sqrt((shape**2).mean()) if dim > 1 else 1.0
     std = eta * np.sqrt(max(0.0, 1 - xi**2 / dim) / dim)

@@ -131,7 +131,8 @@ def test_a_click_where_no_spectrum_is_moves_nothing(explorer):
     page.evaluate("explorer.planeSettled()")
     before = page.evaluate("explorer.state()")
     box = page.locator("#plane .nsewdrag").bounding_box()
-    click_plot(page, "document.getElementById('plane')", (box["x"] + 0.7 * box["width"], box["y"] + 0.4 * box["height"]))
+    place = (box["x"] + 0.7 * box["width"], box["y"] + 0.4 * box["height"])
+    click_plot(page, "document.getElementById('plane')", place)
     page.evaluate("explorer.settled()")
     assert page.evaluate("explorer.state()") == before
     assert "a single eigenvalue has ξ = ±1" in page.locator("#plane-caption").inner_text()

@@ -131,7 +131,8 @@ def regimes_of(page):
     found = page.evaluate(
         """async () => {
           const { xi, eta, regimes } = await explorer.planeSettled();
-          return { xi: Array.from(xi), eta: Array.from(eta), regimes: Array.from(regimes, (n) => theory.REGIMES[n] ?? "") };
+          const names = Array.from(regimes, (n) => theory.REGIMES[n] ?? ""); // "" where no spectrum is
+          return { xi: Array.from(xi), eta: Array.from(eta), regimes: names };
         }"""
     )
     xi, eta = np.array(found["xi"]), np.array(found["eta"])
