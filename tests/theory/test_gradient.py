@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from locater import LocaterError, TokenProcess
+from locater import QK, LocaterError, TokenProcess
 from locater.theory import OneLayer
 from locater.theory.studies import STUDIES
 
@@ -27,7 +27,7 @@ def autograd(net, x, y):
     w = torch.tensor(net.w_qk, requires_grad=True)
     w_v, w_f, xt, yt = (torch.tensor(part) for part in (net.w_v, net.w_f, x, y))
     last = xt[:, -1]
-    omega = torch.einsum("btd,de,be->bt", xt, w, last) / net.temperature
+    omega = torch.einsum("bd,de,bte->bt", last, w, xt) / net.temperature  # (W_Q x_T)·(W_K x_i)
     T = omega.shape[1]
     s = (omega / T - omega.sum(1, keepdim=True) / T**2 + 1 / T).clamp(0, 1)
     out = (torch.einsum("bt,btd->bd", s, xt) @ w_v.T + last) @ w_f.T
@@ -45,6 +45,34 @@ def test_equation_3_equals_autograd(gain, tokens):
     assert net.loss(x, y) == pytest.approx(loss, rel=1e-12)
     got = net.qk_gradient(x, y).total
     assert np.linalg.norm(got - gradient) <= 1e-10 * np.linalg.norm(gradient)
+
+
+def test_the_logits_are_those_of_the_heads_own_query_and_key_maps():
+    """ω_i = (W_Q x_T)·(W_K x_i)/λ with W_QK = W_QᵀW_K, as `QK` has it: W_QK is not symmetric here."""
+    rng = np.random.default_rng(3)
+    w_q, w_k = rng.standard_normal((2, 2, 5))
+    x, _ = batch(9, 5)
+    queries, keys = x[:, -1] @ w_q.T, x @ w_k.T
+    dense = QK(torch.tensor(w_q), torch.tensor(w_k)).dense().numpy()
+    omega = OneLayer(dense, np.eye(5), np.eye(5), 3.0)._logits(x)
+    np.testing.assert_allclose(omega, np.einsum("bk,btk->bt", queries, keys) / 3.0, rtol=1e-12)
+
+
+@pytest.mark.parametrize("entry", [(0, 1), (1, 0), (2, 2)])
+def test_the_gradient_is_the_difference_quotient_of_the_loss_at_an_asymmetric_matrix(entry):
+    net = network(3, 0.3)
+    x, y = batch(9, 3)
+
+    def loss(step):
+        w_qk = net.w_qk.copy()
+        w_qk[entry] += step
+        return OneLayer(w_qk, net.w_v, net.w_f, net.temperature).loss(x, y)
+
+    h = 1e-6  # no token of this batch crosses a kink within it
+    quotient = (loss(h) - loss(-h)) / (2 * h)
+    gradient = net.qk_gradient(x, y).total
+    assert quotient == pytest.approx(gradient[entry], rel=1e-6)  # rounding of the loss over h, and h²
+    assert abs(gradient - gradient.T).max() > 0.1 * abs(gradient).max()
 
 
 def test_the_batch_has_active_and_clipped_tokens_on_both_sides():
@@ -89,9 +117,9 @@ def test_appendix_b1_without_p_is_not_the_gradient():
     net = network(3, 0.2)
     x, y = batch(7, 3)
     pieces = piecewise_softmax(net._logits(x))
-    # XΓΓᵀXᵀ W_QK x_T x_Tᵀ/λ², tokens as rows
+    # XΓΓᵀXᵀ W_QK x_T x_Tᵀ/λ² of the paper, transposed; tokens as rows
     linear = np.einsum("bti,bt->bi", pieces.Gamma, net._logits(x)) / net.temperature
-    without_p = np.einsum("bai,bi,bak,bl->kl", pieces.Gamma, linear, x, x[:, -1], optimize=True)
+    without_p = np.einsum("bai,bi,bak,bl->lk", pieces.Gamma, linear, x, x[:, -1], optimize=True)
     right = net.qk_gradient(x, y).e19
     assert np.linalg.norm(without_p / len(x) - right) > 0.1 * np.linalg.norm(right)
 

@@ -1,12 +1,16 @@
 """The QK-gradient of the one-layer network: Eq. (3), its expansion (19)–(21), its diagonal reduction (4).
 
-The network is F = W_F {W_V X S̃(ω) + x_T} with ω = XᵀW_QK x_T/λ and the piecewise linear softmax S̃, the loss
+The network is F = W_F {W_V X S̃(ω) + x_T} with the piecewise linear softmax S̃ and ω_i = x_Tᵀ W_QK x_i/λ, the loss
 J = ½ E‖y − F‖². Tokens are rows here, X (B, T, d); the paper keeps them in columns.
 
-All three terms of (3) are one linear map applied to three parts of the residual:
+W_QK is that of `QK` and of a model: W_Qᵀ W_K, so that ω_i = (W_Q x_T)·(W_K x_i)/λ. The paper writes ω = XᵀW_QK x_T/λ,
+where W_Q multiplies the keys: its W_QK is the transpose of this one, and so is each of its gradients. z_i has the same
+law either way.
 
-    ∇J = λ⁻¹ E[ (XΓ) Xᵀ r · x_Tᵀ ],   r = P̃ X Γᵀω  +  P̃ X γ̃₀  +  W_Vᵀ W_Fᵀ (W_F x_T − y)
-                                          (19)          (20)            (21)
+All three terms of (3), transposed, are one linear map applied to three parts of the residual:
+
+    ∇J = λ⁻¹ E[ x_T · ((XΓ) Xᵀ r)ᵀ ],   r = P̃ X Γᵀω  +  P̃ X γ̃₀  +  W_Vᵀ W_Fᵀ (W_F x_T − y)
+                                            (19)          (20)            (21)
 
 with P̃ = W_Vᵀ W_Fᵀ W_F W_V and XΓ, whose column i is (x_i − x̄)/T where token i is active and zero elsewhere.
 """
@@ -28,7 +32,7 @@ __all__ = ["OneLayer", "QKGradient"]
 
 @dataclass(frozen=True)
 class QKGradient:
-    """The three terms of Eq. (3), each (d, d), averaged over the batch."""
+    """The three terms of Eq. (3), transposed to `QK`'s convention: each (d, d), averaged over the batch."""
 
     e19: Array
     e20: Array
@@ -41,7 +45,7 @@ class QKGradient:
 
 @dataclass(frozen=True)
 class OneLayer:
-    """The network of Section 3, all matrices (d, d)."""
+    """The network of Section 3, all matrices (d, d). ω_i = x_Tᵀ W_QK x_i/λ, as in `QK`: the paper's W_QK transposed."""
 
     w_qk: Array
     w_v: Array
@@ -79,7 +83,7 @@ class OneLayer:
         return self._terms(x, y, x * gamma_ii[..., None], gamma_ii * omega, pieces.gamma_tilde_0)
 
     def qk_gradient_by_sums(self, tokens: ArrayLike, target: ArrayLike) -> QKGradient:
-        """(19)–(21) as written: sums over i, j, α, β of scalars times x_α x_Tᵀ. O(B T⁴): for small T."""
+        """(19)–(21) as written: sums over i, j, α, β of scalars times x_T x_αᵀ. O(B T⁴): for small T."""
         x, y = self._batch(tokens, target)
         last = x[:, -1]
         pieces = piecewise_softmax(self._logits(x))
@@ -87,11 +91,11 @@ class OneLayer:
         p = self._p_tilde()
         xpx = np.einsum("bid,de,bje->bij", x, p, x)
         e19 = np.einsum(
-            "bai,bcj,bij,bc,bak,bl->kl", gamma, gamma, xpx, self._logits(x) * self.temperature, x, last, optimize=True
+            "bai,bcj,bij,bc,bak,bl->lk", gamma, gamma, xpx, self._logits(x) * self.temperature, x, last, optimize=True
         ) / self.temperature**2  # fmt: skip
-        e20 = np.einsum("bai,bc,bic,bak,bl->kl", gamma, gamma_0, xpx, x, last, optimize=True) / self.temperature
+        e20 = np.einsum("bai,bc,bic,bak,bl->lk", gamma, gamma_0, xpx, x, last, optimize=True) / self.temperature
         residual = (last @ self.w_f.T - y) @ self.w_f @ self.w_v
-        e21 = np.einsum("bai,bid,bd,bak,bl->kl", gamma, x, residual, x, last, optimize=True) / self.temperature
+        e21 = np.einsum("bai,bid,bd,bak,bl->lk", gamma, x, residual, x, last, optimize=True) / self.temperature
         return QKGradient(e19 / len(x), e20 / len(x), e21 / len(x))
 
     def _terms(self, x: Array, y: Array, centred: Array, linear: Array, constant: Array) -> QKGradient:
@@ -104,14 +108,14 @@ class OneLayer:
         )
         scores = (np.einsum("btd,bd->bt", x, residual) for residual in residuals)
         unit = 1 / (self.temperature * len(x))
-        return QKGradient(*(np.einsum("bt,btk,bl->kl", s, centred, last, optimize=True) * unit for s in scores))
+        return QKGradient(*(np.einsum("bt,btk,bl->lk", s, centred, last, optimize=True) * unit for s in scores))
 
     def _p_tilde(self) -> Array:
         return np.asarray(self.w_v.T @ self.w_f.T @ self.w_f @ self.w_v)
 
     def _logits(self, x: Array) -> Array:
-        """ω_i = x_iᵀ W_QK x_T/λ, (B, T)."""
-        return np.asarray(np.einsum("btd,bd->bt", x, x[:, -1] @ self.w_qk.T) / self.temperature)
+        """ω_i = x_Tᵀ W_QK x_i/λ, (B, T)."""
+        return np.asarray(np.einsum("btd,bd->bt", x, x[:, -1] @ self.w_qk) / self.temperature)
 
     def _batch(self, tokens: ArrayLike, target: ArrayLike) -> tuple[Array, Array]:
         x, y = check.finite("tokens", tokens), check.finite("target", target)
