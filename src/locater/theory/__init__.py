@@ -1,5 +1,6 @@
 """Given a spectrum, how likely is a token to be on the slope of the paper's softmax (ρ)? numpy and scipy only."""
 
+from locater.theory.attention import AttentionLaw, attention, attention_from_traces
 from locater.theory.bounds import (
     Chain,
     eigenvalue_variance,
@@ -19,11 +20,22 @@ from locater.theory.regime import REGIMES, regime, regime_map, regime_map_at, sp
 from locater.theory.rho import Moments, focus_limit, moments, normal_spectrum, rho, rho_curve, rho_curve_slope
 from locater.theory.simulate import Simulation, simulate
 from locater.theory.softmax import PiecewiseSoftmax, piecewise_softmax, softmax, sparsemax
+from locater.theory.softmax_regime import (
+    ATTENTION_REGIMES,
+    AttentionMap,
+    AttentionRegime,
+    attention_map,
+    attention_regime,
+)
 from locater.theory.studies import STUDIES, Study
 
 __all__ = [
+    "ATTENTION_REGIMES",
     "REGIMES",
     "STUDIES",
+    "AttentionLaw",
+    "AttentionMap",
+    "AttentionRegime",
     "Chain",
     "DepthProfile",
     "Lemma3",
@@ -36,7 +48,11 @@ __all__ = [
     "Simulation",
     "Study",
     "TokenProcess",
+    "attention",
     "attention_entropy",
+    "attention_from_traces",
+    "attention_map",
+    "attention_regime",
     "eigenvalue_variance",
     "entropy_lower_bound",
     "entropy_nu",

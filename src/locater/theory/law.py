@@ -10,6 +10,7 @@ Legend: T tokens, K head width, D model width. Σ feature covariance, W = W_QK �
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -162,8 +163,11 @@ class Spectrum(Protocol):
     def form(self, process: TokenProcess) -> QuadraticForm:
         """qᵀu_i at every token, leading shape (..., T)."""
 
-    def toward(self, query: Array) -> Array:
-        """What the other tokens are projected on: (W_Q x_T)·(W_K x_i) = toward(x_T)·x_i, for (n, dim) tokens."""
+    def toward(self, query: Array, position: int = -1, /) -> Array:
+        """What the other tokens are projected on: (W_Q x_q)·(W_K x_i) = toward(x_q)·x_i, for (n, dim) tokens."""
+
+    def shift(self, query: Array, position: int = -1, /) -> Array | None:
+        """What the tokens' means add to that, (n, T); None where they are zero, or one: softmax does not see it."""
 
 
 @dataclass(frozen=True)
@@ -196,8 +200,11 @@ class SymmetricSpectrum:
         weights = self.eigenvalues[..., None, :, None] * pair[:, None, :]
         return QuadraticForm(np.sort(weights.reshape(*weights.shape[:-2], -1), axis=-1))
 
-    def toward(self, query: Array) -> Array:
+    def toward(self, query: Array, _position: int = -1) -> Array:
         return query * self.eigenvalues
+
+    def shift(self, _query: Array, _position: int = -1) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -207,6 +214,8 @@ class HeadSpectrum:
     query: Array  # W_Q Σ W_Qᵀ
     key: Array  # W_K Σ W_Kᵀ
     cross: Array  # W_Q Σ W_Kᵀ
+    query_mean: Array | None = None  # W_Q m (..., 1 or T, K), of tokens with a mean m
+    key_mean: Array | None = None  # W_K m
 
     @property
     def dim(self) -> int:
@@ -235,17 +244,41 @@ class HeadSpectrum:
             c[:, None, None] * self.cross[..., None, :, :],
         )
 
-    def toward(self, query: Array) -> Array:
+    @cached_property
+    def _roots(self) -> tuple[Array, Array]:
+        """(W_Q; W_K) Σ^½ up to a rotation of the white coordinates, where those come first that a logit knows most."""
         joint = np.block([[self.query, self.cross], [self.cross.T, self.key]])
-        to_query, to_key = np.split(check.square_root(joint), 2)  # (W_Q; W_K) Σ^½ up to a rotation of g
-        return np.asarray((query @ to_query.T) @ to_key)
+        to_query, to_key = np.split(check.square_root(joint), 2)
+        half = to_query.T @ to_key
+        values, basis = np.linalg.eigh(half + half.T)
+        basis = basis[:, np.argsort(-np.abs(values))]
+        return to_query @ basis, to_key @ basis
+
+    def _queries(self, query: Array, position: int) -> Array:
+        """W_Q x (n, K)."""
+        projected = query @ self._roots[0].T
+        if self.query_mean is not None:
+            projected = projected + self.query_mean[position if len(self.query_mean) > 1 else 0]
+        return np.asarray(projected)
+
+    def toward(self, query: Array, position: int = -1) -> Array:
+        return np.asarray(self._queries(query, position) @ self._roots[1])
+
+    def shift(self, query: Array, position: int = -1) -> Array | None:
+        if self.key_mean is None or len(self.key_mean) == 1:
+            return None
+        return np.asarray(self._queries(query, position) @ self.key_mean.T)
 
 
-def spectrum_of(spectrum: Spectral, covariance: ArrayLike | None = None) -> Spectrum:
-    """Reads eigenvalues of W (..., d), or a factored W_QK with a feature covariance."""
+def spectrum_of(
+    spectrum: Spectral, covariance: ArrayLike | None = None, mean: ArrayLike | None = None
+) -> SymmetricSpectrum | HeadSpectrum:
+    """Reads eigenvalues of W (..., d), or a factored W_QK with the tokens' covariance and mean (D,) or (T, D)."""
     if not isinstance(spectrum, Factored):
         if covariance is not None:
             raise LocaterError("covariance goes with a QK; eigenvalues are those of W_QK Σ already")
+        if mean is not None:
+            raise LocaterError("mean goes with a QK: eigenvalues do not say in which directions it is")
         return SymmetricSpectrum(check.real_eigenvalues(spectrum))
     w_q, w_k = check.finite("w_q", spectrum.w_q), check.finite("w_k", spectrum.w_k)
     sigma = None if covariance is None else check.covariance("covariance", covariance, w_q.shape[-1])
@@ -255,4 +288,10 @@ def spectrum_of(spectrum: Spectral, covariance: ArrayLike | None = None) -> Spec
 
     f_q, f_k = _balancing(*(np.diagonal(product(w, w), axis1=-2, axis2=-1) for w in (w_q, w_k)))
     w_q, w_k = f_q[..., None] * w_q, f_k[..., None] * w_k
-    return HeadSpectrum(query=product(w_q, w_q), key=product(w_k, w_k), cross=product(w_q, w_k))
+    means: tuple[Array, ...] = ()
+    if mean is not None:
+        m = check.finite("mean", mean)
+        if m.shape[-1:] != w_q.shape[-1:] or m.ndim > 2:
+            raise LocaterError(f"mean must be ({w_q.shape[-1]},), or (tokens, {w_q.shape[-1]}), got shape {m.shape}")
+        means = tuple(np.atleast_2d(m) @ np.swapaxes(w, -1, -2) for w in (w_q, w_k))
+    return HeadSpectrum(product(w_q, w_q), product(w_k, w_k), product(w_q, w_k), *means)

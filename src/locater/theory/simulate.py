@@ -2,14 +2,6 @@
 
 Only the law of the tokens matters, so every simulation works in coordinates where it is simplest: with
 symmetric W_QK the tokens are drawn in the eigenbasis of W, and no d × d product is formed for a walk.
-
-Two samplers of the same numbers y_i = (W_Q x_T)·(W_K (x_i − x̄)):
-
-* by walks: draw the whole sequence (T·d normals) and multiply out. It shares nothing with the exact
-  law but the definition.
-* given the query: draw x_T (d normals) and then all T logits at once, because given x_T they are jointly
-  normal: y | x_T ~ N(a c/k, b (S − c cᵀ/k)), a = x_Tᵀ W_QK x_T, b = x_Tᵀ W_QK Σ W_QKᵀ x_T.
-  That is d + T normals instead of d·T.
 """
 
 from __future__ import annotations
@@ -24,61 +16,32 @@ from numpy.typing import ArrayLike
 from locater.errors import LocaterError
 from locater.theory import _checks as check
 from locater.theory._checks import Array
+from locater.theory.conditional import GivenQuery
 from locater.theory.law import Spectrum
 from locater.theory.process import TokenProcess
+from locater.theory.sampling import logits_by_walks, logits_given_query
 
 __all__ = ["Simulation", "rho_by_walks", "rho_given_query", "simulate"]
 
 
 def rho_by_walks(law: Spectrum, process: TokenProcess, temperature: float, *, samples: int, seed: int) -> Array:
     """The share of simulated sequences with z_i in [0, 1], (T,), by drawing every token."""
-    return _share_inside(_logits_by_walks(law, process, samples, seed), process, temperature)
+    return _share_inside(logits_by_walks(law, GivenQuery.of(process), samples, seed), process, temperature)
 
 
 def rho_given_query(law: Spectrum, process: TokenProcess, temperature: float, *, samples: int, seed: int) -> Array:
     """The same in law, by drawing the query token and then the logits given it."""
-    return _share_inside(_logits_given_query(law, process, samples, seed), process, temperature)
+    return _share_inside(logits_given_query(law, GivenQuery.of(process), samples, seed), process, temperature)
 
 
 def _share_inside(batches: Iterator[Array], process: TokenProcess, temperature: float) -> Array:
     inside, count = np.zeros(process.tokens), 0
     low, high = -temperature, temperature * (process.tokens - 1)
-    for y in batches:
+    for logits in batches:
+        y = logits - logits.mean(1, keepdims=True)
         inside += ((y >= low) & (y <= high)).sum(0)
         count += len(y)
     return inside / count
-
-
-def _logits_by_walks(law: Spectrum, process: TokenProcess, samples: int, seed: int) -> Iterator[Array]:
-    """y (batch, T)."""
-    _one_head(law)
-    for x in process.sample_batches(check.at_least("samples", samples, 1), law.dim, seed=seed):
-        y = np.matmul(x, law.toward(x[:, -1])[:, :, None])[:, :, 0]
-        yield y - y.mean(1, keepdims=True)
-
-
-def _logits_given_query(law: Spectrum, process: TokenProcess, samples: int, seed: int) -> Iterator[Array]:
-    """y (batch, T)."""
-    _one_head(law)
-    samples = check.at_least("samples", samples, 1)
-    rng = np.random.default_rng(seed)
-    c, k = process.query_covariance, process.query_variance
-    centred = process.position_covariance - process.position_covariance.mean(0)
-    centred = centred - centred.mean(1, keepdims=True)
-    rest = check.square_root(centred - np.outer(c, c) / k if k > 0 else centred)
-    batch = max(1, (1 << 20) // (process.tokens + law.dim))
-    for start in range(0, samples, batch):
-        n = min(batch, samples - start)
-        query = np.sqrt(k) * rng.standard_normal((n, law.dim))
-        toward = law.toward(query)
-        a, b = (query * toward).sum(1), (toward**2).sum(1)
-        noise = rng.standard_normal((n, process.tokens)) @ rest.T
-        yield a[:, None] * (c / k if k > 0 else c) + np.sqrt(b)[:, None] * noise
-
-
-def _one_head(law: Spectrum) -> None:
-    if law.trace.ndim:
-        raise LocaterError(f"simulating takes one head at a time, got a batch of shape {law.trace.shape}")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,110 @@
+"""What softmax attention is like, in a word, and where over trace and scale: the rule that scans, figures and pages share.
+
+`regime` speaks of ρ, the paper's piecewise linear softmax; this file of softmax itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from locater.errors import LocaterError
+from locater.theory import _checks as check
+from locater.theory._checks import Array
+from locater.theory.attention import AttentionLaw, attention_from_traces
+from locater.theory.process import TokenProcess
+
+__all__ = ["ATTENTION_REGIMES", "AttentionMap", "AttentionRegime", "attention_map", "attention_regime"]
+
+UNIFORM_FROM, COLLAPSED_TO = 0.9, 0.1  # of ln T
+NEAR_FROM, FAR_TO = 0.75, 0.25  # of the weight, on the half of the tokens that is nearer to the query
+
+ATTENTION_REGIMES = {
+    "uniform": "uniform",
+    "local near": "local, near the query",
+    "local far": "local, far from the query",
+    "local anywhere": "local, at no preferred distance",
+    "collapsed itself": "collapsed on the query itself",
+    "collapsed others": "collapsed on other tokens",
+}
+
+
+@dataclass(frozen=True)
+class AttentionRegime:
+    """One head's, for one query: `str` of it is a phrase that names T and the process."""
+
+    name: str  # uniform, local or collapsed
+    side: str  # near, far or anywhere if local; itself or others if collapsed; empty if uniform
+    width: float  # e^entropy: over how many tokens attention is spread
+    tokens: int
+    process: str
+
+    def __str__(self) -> str:
+        words = ATTENTION_REGIMES[f"{self.name} {self.side}".strip()]
+        return f"{words}: {self.width:.3g} of {self.tokens} tokens ({self.process})"
+
+
+def attention_regime(law: AttentionLaw) -> AttentionRegime:
+    """The rule, on exact quantities: expected entropy H, own weight, weight on the nearer half of the tokens.
+
+    1. uniform: H is at least 0.9 ln T.
+    2. collapsed: H is at most 0.1 ln T; on itself if the query's own weight is ½ or more, else on others.
+    3. local otherwise; near if the half of the tokens nearest to the query has ¾ of the weight or more, far if it has
+       ¼ or less, else anywhere.
+    """
+    if law.entropy.ndim:
+        raise LocaterError(f"attention_regime takes one head, law[i], got heads of shape {law.entropy.shape}")
+    name, _, side = str(_names(law)).partition(" ")
+    return AttentionRegime(name, side, float(np.exp(law.entropy)), law.tokens, law.process)
+
+
+def _names(law: AttentionLaw) -> NDArray[np.str_]:
+    """Keys of ATTENTION_REGIMES, (...)."""
+    share, own, near = law.entropy_share, law.weights[..., law.query], _near(law)
+    return np.asarray(
+        np.select(
+            [share >= UNIFORM_FROM, (share <= COLLAPSED_TO) & (own >= 0.5), share <= COLLAPSED_TO]
+            + [near >= NEAR_FROM, near <= FAR_TO],
+            ["uniform", "collapsed itself", "collapsed others", "local near", "local far"],
+            "local anywhere",
+        )
+    )
+
+
+def _near(law: AttentionLaw) -> Array:
+    """Expected weight on the half of the tokens that is nearer to the query, itself included."""
+    distance = np.abs(np.arange(law.tokens) - law.query)
+    nearer = np.argsort(distance, kind="stable")[: (law.tokens + 1) // 2]
+    return np.asarray(law.weights[..., nearer].sum(-1))
+
+
+@dataclass(frozen=True)
+class AttentionMap:
+    """The three-number law over trace and scale, (trace, scale) each; borders are level sets of these."""
+
+    trace: Array  # tr W/λ
+    scale: Array  # √tr(WᵀW)/λ
+    name: NDArray[np.str_]  # a key of ATTENTION_REGIMES
+    entropy_share: Array
+    own_weight: Array
+    near: Array  # weight on the nearer half
+    tokens: int
+    process: str
+
+
+def attention_map(
+    trace: ArrayLike, scale: ArrayLike, process: TokenProcess, *, symmetry: float = 1.0, samples: int = 1 << 12
+) -> AttentionMap:
+    """Regimes of softmax for the last query over r = tr W/λ and η = √tr(W_QK Σ W_QKᵀ Σ)/λ.
+
+    `symmetry` is tr W²/scale: 1 for a symmetric W_QK, 0 for a random one, −1 for an antisymmetric one.
+    """
+    r, eta = check.finite("trace", trace).reshape(-1), check.finite("scale", scale).reshape(-1)
+    if (eta < 0).any() or not -1 <= symmetry <= 1:
+        raise LocaterError("scale must not be negative, and symmetry within ±1")
+    square = np.broadcast_to(eta**2, (len(r), len(eta)))
+    law = attention_from_traces(r[:, None], symmetry * square, square, process, 1.0, samples=samples)
+    own = law.weights[..., law.query]
+    return AttentionMap(r, eta, _names(law), law.entropy_share, own, _near(law), law.tokens, law.process)
