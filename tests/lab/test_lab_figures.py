@@ -45,7 +45,7 @@ def synthetic_run(
     width: int = 128,
     layers: int = 1,
     steps: int = 50_000,
-    records: int = 60,
+    records: int = 50,
     reading: str = "figures",
     until: int | None = None,
 ) -> Path:

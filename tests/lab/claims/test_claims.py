@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -138,7 +139,7 @@ def test_the_measured_numbers_are_those_of_the_records(folders, verdicts):
 
 def test_entropy_that_is_higher_at_the_end_only_is_not_higher_entirely(folders, tmp_path):
     def late(record):
-        early = record["member"].startswith("k1-") and record["step"] < 25_000
+        early = record["member"].startswith("k1-") and record["step"] <= 25_000
         return record | ({"entropy": [[record["entropy"][0][0] * 0.5]]} if early else {})
 
     judge = judged(changed(folders["true"], tmp_path / "late", late))
@@ -183,7 +184,7 @@ def test_a_sweep_that_has_not_come_to_its_end_cannot_tell(tmp_path):
     folder = synthetic_run(tmp_path / "run", seeds=(0, 1, 2), until=30_000)
     for claim in claims(folder):
         assert claim.verdict == "cannot tell"
-        assert claim.measured.startswith("at step 29,988 of 49,980: ")
+        assert claim.measured.startswith("at step 30,000 of 50,000: ")
 
 
 def test_members_are_compared_at_the_steps_they_share(folders, tmp_path):
@@ -207,7 +208,9 @@ def test_a_diverged_member_leaves_it_open(folders, tmp_path):
 def test_a_short_run_has_no_phases_to_tell(tmp_path):
     found = judged(synthetic_run(tmp_path / "run", steps=600, records=20))(PHASES)
     assert found.verdict == "cannot tell"
-    assert "needs 20,000 steps" in found.measured
+    assert found.measured == "needs a record every 12 updates, has none at 12"  # a fiftieth of 600
+    found = judged(synthetic_run(tmp_path / "spaced", steps=600, records=50))(PHASES)
+    assert (found.verdict, found.measured) == ("cannot tell", "needs 20,000 steps and 16 records, has 600 and 50")
 
 
 def test_a_bend_that_moves_with_the_window_is_no_phase(verdicts):
@@ -215,9 +218,78 @@ def test_a_bend_that_moves_with_the_window_is_no_phase(verdicts):
     for quantity in ("log-perplexity", "scale", "entropy"):
         assert true[quantity]["bend"] == pytest.approx(10_000, rel=0.1)
         assert true[quantity]["bend_first_half"] == pytest.approx(10_000, rel=0.1)
+        assert true[quantity]["bend_later"] == pytest.approx(10_000, rel=0.1)
         # a power law: a bent line fits far better than a straight one here too, but bends where the window says
         assert false[quantity]["removed"] > 0.75
-        assert false[quantity]["bend_first_half"] < 0.7 * false[quantity]["bend"]
+        assert false[quantity]["bend_first_half"] < 0.75 * false[quantity]["bend"]
+        assert false[quantity]["bend_later"] > 1.4 * false[quantity]["bend"]
+
+
+def thinned(folder, target, keep):
+    """The same run, of which `keep` says which steps were recorded."""
+    changed(folder, target, lambda record: record)
+    kept = [record for record in records(folder) if keep(record["step"])]
+    (target / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
+    run = json.loads((target / "run.json").read_text())
+    steps = sorted({record["step"] for record in kept})
+    run["config"]["record_every"] = min(b - a for a, b in pairwise(steps))
+    (target / "run.json").write_text(json.dumps(run))
+    return target
+
+
+def starts_fast(record):
+    """A transient of 600 steps, which records a thousand steps apart see and records three thousand apart do not."""
+    transient = np.exp(-record["step"] / 600)
+    entropy, scale = (np.array(record[name]) for name in ("entropy", "scale"))
+    return record | {
+        "perplexity": record["perplexity"] * np.exp(20 * transient),
+        "entropy": (entropy + 20 * transient).tolist(),
+        "scale": (scale - 500 * transient).tolist(),
+    }
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """Runs with a record every 500 steps."""
+    root, dense = tmp_path_factory.mktemp("dense"), {"seeds": (0,), "records": 100}
+    bends = synthetic_run(root / "bends", **dense)
+    return {
+        "bends": bends,
+        "power laws": synthetic_run(root / "power laws", Synthetic(bends=False), **dense),
+        "starts fast": changed(bends, root / "starts fast", starts_fast),
+    }
+
+
+@pytest.mark.parametrize(
+    ("run", "phases"), [("bends", "reproduced"), ("power laws", "not reproduced"), ("starts fast", "cannot tell")]
+)
+def test_a_verdict_is_the_same_for_every_thinning_of_the_same_records(dense, tmp_path, run, phases):
+    """Of what is read off a curve over training. A recording too sparse to judge by cannot tell."""
+    whole = judged(dense[run])
+    assert whole(PHASES).verdict == phases
+    enough = {"every 1,000": lambda step: step % 1000 == 0, "and more": lambda step: 0 in (step % 1000, step % 1500)}
+    too_few = {
+        "every 1,500": lambda step: step % 1500 == 0 or step == 50_000,
+        "every 2,500": lambda step: step % 2500 == 0,
+        "every 5,000": lambda step: step % 5000 == 0,
+        "one is missing": lambda step: step != 7000,
+    }
+    for name, keep in enough.items():
+        found = judged(thinned(dense[run], tmp_path / name, keep))
+        for claim in (PHASES, ENTROPY_OVER_TIME):
+            assert (found(claim).verdict, found(claim).measured) == (whole(claim).verdict, whole(claim).measured)
+    for name, keep in too_few.items():
+        found = judged(thinned(dense[run], tmp_path / name, keep))
+        for claim in (PHASES, ENTROPY_OVER_TIME):
+            assert found(claim).verdict == "cannot tell"
+            assert "needs a record every 1,000 updates" in found(claim).measured
+
+
+def test_a_verdict_that_depends_on_how_often_one_looks_says_so(dense):
+    found = judged(dense["starts fast"])(PHASES)
+    verdicts = {"1000": "not reproduced", "2000": "not reproduced", "3000": "reproduced"}
+    assert found.evidence["verdict_at_spacing"] == verdicts
+    assert "depends on how often one looks: not reproduced at records every 1,000" in found.measured
 
 
 def test_a_sweep_differs_in_strength_and_seed_only(tmp_path):

@@ -52,6 +52,14 @@ class Sweep:
         """At evenly spaced steps: the early records 1, 2, 4, … would outweigh the rest of training."""
         return self.at((self.steps > 0) & (self.steps % self.config.record_every == 0))
 
+    def every(self, updates: int) -> Sweep:
+        """At the multiples of `updates`, whatever else was recorded; an error if one of them was not."""
+        wanted = np.arange(updates, self.steps[-1] + 1, updates)
+        missing = wanted[~np.isin(wanted, self.steps)]
+        if len(missing):
+            raise LocaterError(f"needs a record every {updates:,} updates, has none at {missing[0]:,}")
+        return self.at(np.isin(self.steps, wanted))
+
     def shared(self) -> Sweep:
         """At the steps every member has recorded."""
         columns = np.all(self.recorded, axis=0)

@@ -24,7 +24,7 @@ Array: TypeAlias = NDArray[np.float64]
 
 MATERIAL = 0.1  # of the whole change: a smaller step back does not break a trend
 PHASES_REMOVE = 0.75  # of a straight line's squared residuals, by breaking it
-PHASES_STAY = 1.25  # factor by which a break may move when only the first half of training is seen
+PHASES_STAY = 1.25  # factor by which a bend may move when only a part of training is seen
 
 
 # ---------------------------------------------------------------------- strengths, compared by seed
@@ -109,29 +109,35 @@ class Phases(NamedTuple):
     share: float  # of the series that have two
     bend: float  # the median step of their bends
     bend_first_half: float  # likewise, seen in the first half of training only
+    bend_later: float  # and without the first tenth
     removed: float  # the median share of a straight line's squared residuals that a bend removes
 
 
-def phases(steps: NDArray[Any], early: NDArray[np.bool_], series: Array, near: float) -> Phases:
-    """Two phases are a line with one bend near a step, in series (M, N), that stays where only `early` steps are seen.
+def phases(steps: NDArray[Any], series: Array, near: float) -> Phases:
+    """Two phases are a line with one bend near a step, in series (M, N), wherever training is seen from and up to.
 
     That it stays is what counts. A curve without a time of its own, such as a power law, also follows a bent line far
-    better than a straight one; but its bend moves with the end of the window.
+    better than a straight one; but its bend moves with the beginning and the end of what is seen.
     """
     bend, removed = broken_line(steps, series)
-    bend_early, _ = broken_line(steps[early], series[:, early])
-    moved = np.maximum(bend / bend_early, bend_early / bend)
-    two = (removed >= PHASES_REMOVE) & (bend >= near / 2) & (bend <= 2 * near) & (moved <= PHASES_STAY)
-    return Phases(float(two.mean()), *(float(np.median(each)) for each in (bend, bend_early, removed)))
+    two = (removed >= PHASES_REMOVE) & (bend >= near / 2) & (bend <= 2 * near)
+    seen = [bend]
+    for part in (steps <= steps[-1] / 2, steps >= steps[-1] / 10):
+        there, _ = broken_line(steps[part], series[:, part])
+        two &= np.maximum(bend / there, there / bend) <= PHASES_STAY
+        seen.append(there)
+    return Phases(float(two.mean()), *(float(np.median(each)) for each in (*seen, removed)))
 
 
 def broken_line(steps: NDArray[Any], series: Array) -> tuple[Array, Array]:
     """Least squares with a line that bends once, for each row of `series` (M, N).
 
-    Gives the step of the bend and the share of the straight line's squared residuals it removes.
+    Gives the step of the bend, which may lie between records, and the share of the straight line's squared residuals
+    that it removes.
     """
     t = np.asarray(steps, dtype=float) / float(steps[-1])
-    bends = t[2:-2]
+    records = np.arange(len(t))
+    bends = np.interp(np.linspace(1, len(t) - 2, 10 * (len(t) - 3) + 1), records, t)  # ten a record, none at the ends
     line = np.broadcast_to(np.stack([np.ones_like(t), t], axis=-1), (len(bends), len(t), 2))
     bent = np.concatenate([line, np.maximum(t - bends[:, None], 0)[..., None]], axis=-1)  # (bends, N, 3)
     y = series - series.mean(-1, keepdims=True)
@@ -141,7 +147,7 @@ def broken_line(steps: NDArray[Any], series: Array) -> tuple[Array, Array]:
     best = broken.argmin(0)
     floor = 1e-12 * whole  # below it, rounding; a straight line has nothing to remove
     left = np.maximum(broken.min(0), 0) / np.where(straight > floor, straight, 1)
-    return np.asarray(steps, dtype=float)[2:-2][best], np.where(straight > floor, 1 - left, 0.0)
+    return bends[best] * float(steps[-1]), np.where(straight > floor, 1 - left, 0.0)
 
 
 # ---------------------------------------------------------------------- stripes of ρ

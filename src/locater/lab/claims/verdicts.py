@@ -9,6 +9,8 @@ Verdicts are three words: reproduced, not reproduced, cannot tell. What makes th
 - A trend over the paper's five strengths is reproduced if κ₂ = 0 and 1 differ as claimed and no step between
   neighbours goes the other way by more than the seeds' spread and a tenth of the whole change. Neighbours that do not
   differ do not break it: 0 and 10⁻³ hardly do.
+- What is read off a curve over training is judged at records 1, 2 and 3 fiftieths of training apart, whatever else was
+  recorded. Where these disagree, the verdict would depend on how often one looks: "cannot tell".
 - A strength that was not trained, or a sweep that has not come to its end, gives "cannot tell".
 """
 
@@ -22,6 +24,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from locater.errors import LocaterError
 from locater.io import nulled
 from locater.lab.claims.series import FIGURE_OF, Sweep, kappa_name, read_sweep
 from locater.lab.claims.statistics import minimum, phases, rank_correlations, sign_of_difference, stripes, trend
@@ -40,6 +43,7 @@ SALIENT = 0.05  # stripes of this contrast, in units of ρ, can be seen
 CORRELATED = 0.5  # rank correlation that counts, if several seeds have it
 CORRELATED_ONE_SEED = 0.9  # and if there is a single one
 PHASES_AT = 10_000
+SPACINGS = (1, 2, 3)  # fiftieths of training between records: 50, 25 and 16 records
 
 
 class UndecidedError(Exception):
@@ -177,18 +181,44 @@ def _entropy_throughout(sweep: Sweep, noise: Noise) -> Finding:
     return measured, verdict, evidence | {"records": len(even.steps)}
 
 
+def _at_each_spacing(test: Callable[[Sweep, Noise], Finding]) -> Callable[[Sweep, Noise], Finding]:
+    """A test at records 1, 2 and 3 fiftieths of training apart; "cannot tell" where these do not agree.
+
+    A curve fitted to records depends on how dense they are and on where they begin, which is as late as they are
+    apart. The three spacings are the same for every recording of a run: a denser one has the same verdict, and one that
+    lacks a fiftieth has none.
+    """
+
+    def judged(sweep: Sweep, noise: Noise) -> Finding:
+        fiftieth = sweep.config.steps // 50
+        if not fiftieth:
+            raise UndecidedError(f"needs 50 steps, has {sweep.config.steps}")
+        try:
+            spaced = {count * fiftieth: sweep.every(count * fiftieth) for count in SPACINGS}
+        except LocaterError as why:
+            raise UndecidedError(str(why)) from why
+        found = {spacing: test(each, noise) for spacing, each in spaced.items()}
+        verdicts = {spacing: verdict for spacing, (_, verdict, _) in found.items()}
+        measured, verdict, evidence = found[fiftieth]
+        if len(set(verdicts.values())) > 1:
+            by_spacing = ", ".join(f"{each} at records every {spacing:,}" for spacing, each in verdicts.items())
+            measured, verdict = f"{measured}; depends on how often one looks: {by_spacing}", CANNOT_TELL
+        return measured, verdict, evidence | {"verdict_at_spacing": {str(k): v for k, v in verdicts.items()}}
+
+    return judged
+
+
+@_at_each_spacing
 def _phases(sweep: Sweep, _: Noise) -> Finding:  # the yardstick is a straight line
-    even = sweep.even()
-    early = even.steps <= sweep.steps[-1] / 2
-    if sweep.steps[-1] < 2 * PHASES_AT or early.sum() < 8:
+    if sweep.steps[-1] < 2 * PHASES_AT or len(sweep.steps) < 16:
         raise UndecidedError(
-            f"needs {2 * PHASES_AT:,} steps and 16 records, has {sweep.steps[-1]:,} and {len(even.steps)}"
+            f"needs {2 * PHASES_AT:,} steps and 16 records, has {sweep.steps[-1]:,} and {len(sweep.steps)}"
         )
     lines = [index for kappa in (None, *PAPER_KAPPAS) for index in sweep.of(kappa).values()]
     quantities = {
-        "log-perplexity": np.log(even.values["perplexity"]),
-        "scale": even.values["scale"],
-        "entropy": even.values["entropy"],
+        "log-perplexity": np.log(sweep.values["perplexity"]),
+        "scale": sweep.values["scale"],
+        "entropy": sweep.values["entropy"],
     }
     found = {}
     for name, values in quantities.items():
@@ -196,11 +226,12 @@ def _phases(sweep: Sweep, _: Noise) -> Finding:  # the yardstick is a straight l
         series = series[np.isfinite(series).all(1)]
         if not len(series):
             raise UndecidedError(f"{name} is not finite")
-        found[name] = phases(even.steps, early, series, PHASES_AT)
+        found[name] = phases(sweep.steps, series, PHASES_AT)
     shares = [each.share for each in found.values()]
     measured = "; ".join(
-        f"{name} bends at {each.bend:,.0f} ({each.bend_first_half:,.0f} in the first half alone), which removes "
-        f"{each.removed:.0%} of a line's residual; two phases in {each.share:.0%} of members"
+        f"{name} bends at {each.bend:,.0f} ({each.bend_first_half:,.0f} in the first half alone, "
+        f"{each.bend_later:,.0f} without the first tenth), which removes {each.removed:.0%} of a line's residual; "
+        f"two phases in {each.share:.0%} of members"
         for name, each in found.items()
     )
     evidence = {"members": len(lines), "near": PHASES_AT} | {name: each._asdict() for name, each in found.items()}
@@ -243,18 +274,18 @@ def _falls_with_scale(quantity: str) -> Callable[[Sweep, Noise], Finding]:
     return test
 
 
+@_at_each_spacing
 def _entropy_falls_over_time(sweep: Sweep, _: Noise) -> Finding:
-    even = sweep.even()
-    if len(even.steps) < 8:
-        raise UndecidedError(f"needs eight records, has {len(even.steps)}")
-    found = rank_correlations(even.values["scale"], even.values["entropy"])
+    if len(sweep.steps) < 8:
+        raise UndecidedError(f"needs eight records, has {len(sweep.steps)}")
+    found = rank_correlations(sweep.values["scale"], sweep.values["entropy"])
     share = float((found <= -CORRELATED).mean())
     median, low, high = (_signed(float(of(found)), "+.2f") for of in (np.median, np.min, np.max))
     measured = (
         f"rank correlation over training at most −{CORRELATED} in {share:.0%} of {len(found)} members; "
         f"median {median}, from {low} to {high}"
     )
-    names = [member.name for member in even.members]
+    names = [member.name for member in sweep.members]
     evidence = {"members": names, "rank_correlation": found, "share": share}
     return measured, _verdict(share >= 0.9, share <= 0.5), evidence
 
