@@ -3,6 +3,7 @@
 from locater.control.apply import Applied, Method, applied
 from locater.control.decoupled import DecoupledLocAteR, DecoupledLocAteRMethod
 from locater.control.locater import LocAteR, LocAteRMethod
+from locater.control.predicted import predicted_attention
 from locater.control.qk_clip import QKClip
 from locater.control.qk_decay import QKDecay
 from locater.control.qk_norm import QKNorm
@@ -26,4 +27,5 @@ __all__ = [
     "ZLoss",
     "applied",
     "penalty_gradient",
+    "predicted_attention",
 ]

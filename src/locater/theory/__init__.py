@@ -1,6 +1,6 @@
 """Given a spectrum, how likely is a token to be on the slope of the paper's softmax (ρ)? numpy and scipy only."""
 
-from locater.theory.attention import AttentionLaw, attention, attention_from_traces
+from locater.theory.attention import AttentionLaw, attention, attention_from_traces, trace_for_entropy
 from locater.theory.bounds import (
     Chain,
     eigenvalue_variance,
@@ -14,6 +14,7 @@ from locater.theory.collapse import DepthProfile, attention_entropy, rank_over_d
 from locater.theory.gradient import OneLayer, QKGradient
 from locater.theory.law import logit_form, rho_from_gaussian
 from locater.theory.lemmas import Lemma3, Lemma4, equation_22, lemma_3, lemma_4
+from locater.theory.price import AttentionGradient, attention_gradient
 from locater.theory.process import TokenProcess
 from locater.theory.quadratic import QuadraticForm
 from locater.theory.regime import REGIMES, regime, regime_map, regime_map_at, spectrum_at
@@ -33,6 +34,7 @@ __all__ = [
     "ATTENTION_REGIMES",
     "REGIMES",
     "STUDIES",
+    "AttentionGradient",
     "AttentionLaw",
     "AttentionMap",
     "AttentionRegime",
@@ -51,6 +53,7 @@ __all__ = [
     "attention",
     "attention_entropy",
     "attention_from_traces",
+    "attention_gradient",
     "attention_map",
     "attention_regime",
     "eigenvalue_variance",
@@ -80,4 +83,5 @@ __all__ = [
     "sparsemax",
     "spectrum_at",
     "trace_bound",
+    "trace_for_entropy",
 ]

@@ -18,23 +18,24 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.optimize import brentq
 
 from locater.errors import LocaterError
 from locater.theory import _checks as check
 from locater.theory import _independent as integrals
 from locater.theory._checks import Array
+from locater.theory._strata import Strata
 from locater.theory.conditional import GivenQuery
 from locater.theory.law import HeadSpectrum, Spectral, SymmetricSpectrum, logit_form, spectrum_of
 from locater.theory.process import TokenProcess
 from locater.theory.quadratic import QuadraticForm
 from locater.theory.sampling import logits_by_walks, logits_given, sobol_normals
 
-__all__ = ["AttentionLaw", "attention", "attention_from_traces"]
+__all__ = ["AttentionLaw", "attention", "attention_from_traces", "trace_for_entropy"]
 
 METHODS = ("exact", "three-number", "montecarlo")
 
 REPLICATES = 32  # independent sets of points: their means give the standard errors
-_BINS = 64  # of a
 _SOBOL_QUERY = 16  # coordinates of the query at Sobol points, those that matter most; the others are random
 
 
@@ -49,15 +50,15 @@ class AttentionLaw:
     entropy: Array  # (...): expected entropy, nats
     entropy_std: Array  # its standard deviation from sequence to sequence
     largest_weight: Array  # expected largest weight
-    alpha: Array  # E of the head's output is α x_q + β Σh given the query x_q, h = W_QKᵀ x_q/λ; this is E α
-    signal: Array  # E β = E tr[C (diag p − p pᵀ)]
+    alpha: Array | None  # E of the head's output is α x_q + β Σh given the query x_q, h = W_QKᵀ x_q/λ; this is E α
+    signal: Array | None  # E β = E tr[C (diag p − p pᵀ)]; None, as α, where queries and keys come without their tokens
     weights_error: Array
     entropy_error: Array
     largest_weight_error: Array
-    signal_error: Array
+    signal_error: Array | None
     tokens: int  # that the query attends to
     query: int  # its position, from 0
-    process: str  # "random walk", "autoregressive", "independent" or "any"
+    process: str  # "random walk", "autoregressive", "independent" or "any"; "general" of `attention_from_gaussian`
 
     def __getitem__(self, head: Any) -> AttentionLaw:
         """One head of several, or some of them."""
@@ -124,9 +125,9 @@ def attention(
     def one(head: SymmetricSpectrum | HeadSpectrum) -> AttentionLaw:
         if method == "montecarlo":
             return _by_walks(head, given, temperature, 100_000 if samples is None else samples, seed)
-        return _exact(head, given, temperature, _points(samples), seed)
+        return _exact(head, given, temperature, points_of(samples), seed)
 
-    return _over_heads(law.trace.shape, lambda index: one(_head(law, index)))
+    return over_heads(law.trace.shape, lambda index: one(_head(law, index)))
 
 
 def attention_from_traces(
@@ -146,7 +147,7 @@ def attention_from_traces(
     b is k·scale/λ², and a is normal with mean k·trace/λ and variance k²(trace_square + scale)/λ²: exact first two
     moments. It holds where many eigenvalues matter, however small or large they are.
     """
-    given, points = GivenQuery.of(process, query, causal), _points(samples)
+    given, points = GivenQuery.of(process, query, causal), points_of(samples)
     numbers = np.broadcast_arrays(*traces(trace, trace_square, scale))
     temperature = check.positive("temperature", temperature)
 
@@ -154,7 +155,39 @@ def attention_from_traces(
         mean, variance, b = scalars_of(given, temperature, *(float(x[index]) for x in numbers))
         return _three_number(given, mean, variance, b, points, seed)
 
-    return _over_heads(numbers[0].shape, one)
+    return over_heads(numbers[0].shape, one)
+
+
+def trace_for_entropy(
+    entropy: float,
+    scale: float,
+    process: TokenProcess,
+    temperature: float,
+    *,
+    trace_square: float | None = None,
+    samples: int | None = None,
+    seed: int = 0,
+) -> float:
+    """The positive tr W at which the three-number law expects so many nats for the last query.
+
+    `trace_square` is the scale, as for a symmetric W_QK, unless given. A larger trace draws attention to the query and
+    to what is like it.
+    """
+    entropy, square = float(check.finite("entropy", entropy)), scale if trace_square is None else trace_square
+
+    def excess(trace: float) -> float:
+        law = attention_from_traces(trace, square, scale, process, temperature, samples=samples, seed=seed)
+        return float(law.entropy) - entropy
+
+    without = excess(0.0) + entropy
+    if not 0 < entropy < without:
+        raise LocaterError(
+            f"entropy must be between 0 and the {without:.4g} nats that this scale leaves at trace 0, got {entropy:.6g}"
+        )
+    high = temperature / max(process.query_variance, 1e-300)
+    while excess(high) > 0:
+        high *= 2
+    return float(brentq(excess, 0.0, high, xtol=1e-9 * high))
 
 
 def traces(trace: ArrayLike, trace_square: ArrayLike, scale: ArrayLike) -> tuple[Array, Array, Array]:
@@ -179,7 +212,7 @@ def scalars_of(
     )
 
 
-def _points(samples: int | None) -> int:
+def points_of(samples: int | None) -> int:
     """Points of each replicate, a power of two."""
     wanted = check.at_least("samples", 1 << 14 if samples is None else samples, 1)
     return 1 << max(4, int(np.ceil(np.log2(max(1, wanted / REPLICATES)))))
@@ -193,7 +226,7 @@ def _head(law: SymmetricSpectrum | HeadSpectrum, index: tuple[int, ...]) -> Symm
     return HeadSpectrum(law.query[index], law.key[index], law.cross[index], *means)
 
 
-def _over_heads(shape: tuple[int, ...], one: Callable[[tuple[int, ...]], AttentionLaw]) -> AttentionLaw:
+def over_heads(shape: tuple[int, ...], one: Callable[[tuple[int, ...]], AttentionLaw]) -> AttentionLaw:
     laws = [one(index) for index in np.ndindex(shape)]
     if not laws:
         raise LocaterError("attention of no head")
@@ -233,7 +266,7 @@ def _exact(
 ) -> AttentionLaw:
     """Post-stratified by the law of a."""
     drawn = [
-        (softmax_statistics(logits, given), a, b)
+        (_statistics(logits, given), a, b)
         for logits, a, b in _exact_logits(law, given, temperature, points, seed)
     ]
     own, b = (np.concatenate(parts) for parts in list(zip(*drawn, strict=True))[1:])
@@ -243,7 +276,7 @@ def _exact(
         parts = np.split(expected, REPLICATES, axis=1)
         values = [_integrated(given, each, part) for each, part in zip(values, parts, strict=True)]
     a = np.split(own, REPLICATES)
-    strata = _Strata.of(_own_logit(law, given, temperature), a[0])
+    strata = Strata.of(_own_logit(law, given, temperature), a[0])
     return _law(given, *strata.estimate(values, a))
 
 
@@ -274,13 +307,10 @@ def _exact_logits(
 
 
 def _three_number(given: GivenQuery, mean: float, variance: float, b: float, points: int, seed: int) -> AttentionLaw:
-    rng, values = np.random.default_rng(seed), []
-    for _ in range(REPLICATES):
-        normals = sobol_normals(given.tokens, points, rng)
-        a = mean + np.sqrt(variance) * normals[0]
-        logits = np.outer(given.regression, a) + np.sqrt(b) * given.noise(normals[1:])
-        values.append(softmax_statistics(logits, given))
-    estimate, error = _Strata(np.empty(0), np.ones(1)).estimate(values, [np.zeros(points)] * REPLICATES)
+    values = [
+        softmax_statistics(logits, given) for logits in three_number_logits(given, mean, variance, b, points, seed)
+    ]
+    estimate, error = Strata.none().estimate(values, [np.zeros(points)] * REPLICATES)
     if _summable(given, b):
         v = b * given.covariance.max()
         estimate = _integrated(given, estimate, integrals.expected_of_normal(mean, variance, v, given.tokens - 1))
@@ -288,45 +318,39 @@ def _three_number(given: GivenQuery, mean: float, variance: float, b: float, poi
     return _law(given, estimate, error)
 
 
-def softmax_statistics(logits: Array, given: GivenQuery) -> Array:
-    """Of logits (T, N): the weights, entropy, its square, the largest weight, and β: (T + 4, N)."""
+def three_number_logits(
+    given: GivenQuery, mean: float, variance: float, b: float, points: int, seed: int
+) -> Iterator[Array]:
+    """Logits (T, N), a replicate at a time."""
+    rng = np.random.default_rng(seed)
+    for _ in range(REPLICATES):
+        normals = sobol_normals(given.tokens, points, rng)
+        a = mean + np.sqrt(variance) * normals[0]
+        yield np.outer(given.regression, a) + np.sqrt(b) * given.noise(normals[1:])
+
+
+def softmax_statistics(logits: Array) -> Array:
+    """Of logits (T, N): the weights, entropy, its square and the largest weight: (T + 3, N)."""
     shifted = logits - logits.max(0)
     weights = np.exp(shifted)
     total = weights.sum(0)
     weights /= total
     entropy = np.maximum(np.log(total) - (weights * shifted).sum(0), 0.0)
+    return np.concatenate([weights, np.stack([entropy, entropy**2, 1 / total])])
+
+
+def _statistics(logits: Array, given: GivenQuery) -> Array:
+    """The same, and β: (T + 4, N)."""
+    values = softmax_statistics(logits)
+    weights = values[: given.tokens]
     signal = given.covariance.diagonal() @ weights - given.quadratic(weights)
-    return np.concatenate([weights, np.stack([entropy, entropy**2, 1 / total, signal])])
+    return np.concatenate([values, signal[None]])
 
 
-@dataclass(frozen=True)
-class _Strata:
-    """Intervals of a with their exact probabilities."""
-
-    edges: Array
-    shares: Array  # one more than edges
-
-    @classmethod
-    def of(cls, form: QuadraticForm, pilot: Array) -> _Strata:
-        """Edges at quantiles of `pilot`: where they are does not matter, their probabilities do."""
-        edges = np.unique(np.quantile(pilot, np.arange(1, _BINS) / _BINS))
-        if not form.variance() > 1e-24 * form.mean() ** 2 or len(edges) < _BINS - 1:
-            return cls(np.empty(0), np.ones(1))
-        below = np.array([form.interval_probability(-np.inf, edge) for edge in edges])
-        return cls(edges, np.diff(below, prepend=0.0, append=1.0))
-
-    def estimate(self, values: list[Array], a: list[Array]) -> tuple[Array, Array]:
-        """Means and standard errors (S,) of statistics (S, N) in independent batches."""
-        where = [np.searchsorted(self.edges, each) for each in a]
-        sums, counts = np.zeros((len(values[0]), len(self.shares))), np.zeros(len(self.shares))
-        for each, bins in zip(values, where, strict=True):
-            member = np.zeros((each.shape[1], len(self.shares)))
-            member[np.arange(len(member)), bins] = 1.0
-            sums, counts = sums + each @ member, counts + member.sum(0)
-        means = sums / np.maximum(counts, 1)  # (S, bins)
-        residual = np.stack([each.mean(1) - means @ np.bincount(bins, minlength=len(self.shares)) / len(bins)
-                             for each, bins in zip(values, where, strict=True)])  # fmt: skip
-        return means @ self.shares, residual.std(0, ddof=1) / np.sqrt(len(residual))
+def mean_and_error(values: list[Array]) -> tuple[Array, Array]:
+    """Means and standard errors (S,) of statistics (S, N) in independent batches of one size."""
+    means = np.stack([each.mean(1) for each in values])
+    return means.mean(0), means.std(0, ddof=1) / np.sqrt(len(means))
 
 
 def _by_walks(
@@ -334,14 +358,14 @@ def _by_walks(
 ) -> AttentionLaw:
     sums = squares = np.zeros(given.tokens + 4)
     for logits in logits_by_walks(law, given, samples, seed):
-        values = softmax_statistics(logits.T / temperature, given)
+        values = _statistics(logits.T / temperature, given)
         sums, squares = sums + values.sum(1), squares + (values**2).sum(1)
     mean = sums / samples
     return _law(given, mean, np.sqrt(np.maximum(squares / samples - mean**2, 0) / max(1, samples - 1)))
 
 
 def _law(given: GivenQuery, mean: Array, error: Array) -> AttentionLaw:
-    """From the means and errors of `softmax_statistics`."""
+    """From the means and errors of `_statistics`."""
     count, hidden = given.tokens, np.zeros(given.process.tokens - given.tokens)
     weights = np.concatenate([mean[:count], hidden])
     entropy, square, largest, signal = mean[count:]

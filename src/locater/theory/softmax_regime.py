@@ -1,4 +1,4 @@
-"""What softmax attention is like, in a word, and where over trace and scale: the rule that scans, figures and pages share.
+"""What softmax attention is like, in a word, over trace and scale: the rule that scans, figures and pages share.
 
 `regime` speaks of ρ, the paper's piecewise linear softmax; this file of softmax itself.
 """
@@ -63,10 +63,10 @@ def attention_regime(law: AttentionLaw) -> AttentionRegime:
 def _names(law: AttentionLaw) -> NDArray[np.str_]:
     """Keys of ATTENTION_REGIMES, (...)."""
     share, own, near = law.entropy_share, law.weights[..., law.query], _near(law)
+    collapsed = share <= COLLAPSED_TO
     return np.asarray(
         np.select(
-            [share >= UNIFORM_FROM, (share <= COLLAPSED_TO) & (own >= 0.5), share <= COLLAPSED_TO]
-            + [near >= NEAR_FROM, near <= FAR_TO],
+            [share >= UNIFORM_FROM, collapsed & (own >= 0.5), collapsed, near >= NEAR_FROM, near <= FAR_TO],
             ["uniform", "collapsed itself", "collapsed others", "local near", "local far"],
             "local anywhere",
         )
