@@ -26,8 +26,9 @@ class Strata:
     @classmethod
     def of(cls, form: QuadraticForm, pilot: Array) -> Strata:
         """Edges at quantiles of `pilot`: where they are does not matter, their probabilities do."""
-        edges = np.unique(np.quantile(pilot, np.arange(1, _BINS) / _BINS))
-        if not form.variance() > 1e-24 * form.mean() ** 2 or len(edges) < _BINS - 1:
+        bins = min(_BINS, len(pilot) // 2)
+        edges = np.unique(np.quantile(pilot, np.arange(1, bins) / bins))
+        if not form.variance() > 1e-24 * form.mean() ** 2 or len(edges) < bins - 1:
             return cls.none()
         below = np.array([form.interval_probability(-np.inf, edge) for edge in edges])
         return cls(edges, np.diff(below, prepend=0.0, append=1.0))
@@ -40,7 +41,9 @@ class Strata:
             member = np.zeros((each.shape[1], len(self.shares)))
             member[np.arange(len(member)), bins] = 1.0
             sums, counts = sums + each @ member, counts + member.sum(0)
-        means = sums / np.maximum(counts, 1)  # (S, bins)
+        filled = np.flatnonzero(counts)
+        nearest = filled[np.abs(np.arange(len(counts))[:, None] - filled).argmin(1)]  # for an interval that none is in
+        means = sums[:, nearest] / counts[nearest]  # (S, bins)
         residual = np.stack([each.mean(1) - means @ np.bincount(bins, minlength=len(self.shares)) / len(bins)
                              for each, bins in zip(values, where, strict=True)])  # fmt: skip
         return means @ self.shares, residual.std(0, ddof=1) / np.sqrt(len(residual))
