@@ -30,7 +30,9 @@ class Strata:
         edges = np.unique(np.quantile(pilot, np.arange(1, bins) / bins))
         if not form.variance() > 1e-24 * form.mean() ** 2 or len(edges) < bins - 1:
             return cls.none()
-        below = np.array([form.interval_probability(-np.inf, edge) for edge in edges])
+        weights = np.broadcast_to(form.weights, (len(edges), form.weights.shape[-1]))
+        linear = None if form.linear is None else np.broadcast_to(form.linear, weights.shape)
+        below = QuadraticForm(weights, linear, form.constant - edges).interval_probability(-np.inf, 0.0)
         return cls(edges, np.diff(below, prepend=0.0, append=1.0))
 
     def estimate(self, values: list[Array], a: list[Array]) -> tuple[Array, Array]:
