@@ -11,6 +11,7 @@ from locater.theory.bounds import (
     trace_bound,
 )
 from locater.theory.collapse import DepthProfile, attention_entropy, rank_over_depth, rank_residual
+from locater.theory.gaussian_attention import attention_from_gaussian
 from locater.theory.gradient import OneLayer, QKGradient
 from locater.theory.law import logit_form, rho_from_gaussian
 from locater.theory.lemmas import Lemma3, Lemma4, equation_22, lemma_3, lemma_4
@@ -52,6 +53,7 @@ __all__ = [
     "TokenProcess",
     "attention",
     "attention_entropy",
+    "attention_from_gaussian",
     "attention_from_traces",
     "attention_gradient",
     "attention_map",

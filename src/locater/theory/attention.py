@@ -266,8 +266,7 @@ def _exact(
 ) -> AttentionLaw:
     """Post-stratified by the law of a."""
     drawn = [
-        (_statistics(logits, given), a, b)
-        for logits, a, b in _exact_logits(law, given, temperature, points, seed)
+        (_statistics(logits, given), a, b) for logits, a, b in _exact_logits(law, given, temperature, points, seed)
     ]
     own, b = (np.concatenate(parts) for parts in list(zip(*drawn, strict=True))[1:])
     values = [each for each, _, _ in drawn]
@@ -307,9 +306,7 @@ def _exact_logits(
 
 
 def _three_number(given: GivenQuery, mean: float, variance: float, b: float, points: int, seed: int) -> AttentionLaw:
-    values = [
-        softmax_statistics(logits, given) for logits in three_number_logits(given, mean, variance, b, points, seed)
-    ]
+    values = [_statistics(logits, given) for logits in three_number_logits(given, mean, variance, b, points, seed)]
     estimate, error = Strata.none().estimate(values, [np.zeros(points)] * REPLICATES)
     if _summable(given, b):
         v = b * given.covariance.max()
@@ -345,12 +342,6 @@ def _statistics(logits: Array, given: GivenQuery) -> Array:
     weights = values[: given.tokens]
     signal = given.covariance.diagonal() @ weights - given.quadratic(weights)
     return np.concatenate([values, signal[None]])
-
-
-def mean_and_error(values: list[Array]) -> tuple[Array, Array]:
-    """Means and standard errors (S,) of statistics (S, N) in independent batches of one size."""
-    means = np.stack([each.mean(1) for each in values])
-    return means.mean(0), means.std(0, ddof=1) / np.sqrt(len(means))
 
 
 def _by_walks(
