@@ -54,7 +54,7 @@ def test_printed_bound_7_fails_for_the_identity_at_both_ends():
 
 
 def test_the_trace_maximiser_has_the_smallest_induced_one_norm_not_the_largest():
-    """Section 5 argues that a larger |tr W| at fixed tr W² raises ‖W_QK‖₁; with Σ = I it does the opposite."""
+    """Section 5 argues that a larger |tr W| at fixed tr W² raises ‖W_QK‖₁; with Σ = I it does not determine it."""
     rng = np.random.default_rng(0)
     d = 128
     identity = np.eye(d) / np.sqrt(d)
@@ -64,6 +64,10 @@ def test_the_trace_maximiser_has_the_smallest_induced_one_norm_not_the_largest()
     assert np.trace(identity @ identity) == pytest.approx(np.trace(traceless @ traceless))
     assert np.linalg.norm(identity, 1) == pytest.approx(0.0884, abs=1e-4)
     assert np.linalg.norm(traceless, 1) > 10 * np.linalg.norm(identity, 1)
+    signs = np.diag(np.resize([1.0, -1.0], d)) / np.sqrt(d)  # trace 0, and no larger a norm than the maximiser's
+    assert np.trace(signs) == 0
+    assert np.trace(signs @ signs) == pytest.approx(np.trace(identity @ identity))
+    assert np.linalg.norm(signs, 1) == pytest.approx(np.linalg.norm(identity, 1))
 
 
 @given(matrix_and_covariance())

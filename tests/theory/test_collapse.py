@@ -7,8 +7,16 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.stats import entropy as reference_entropy
 
-from locater import LocaterError, TokenProcess
-from locater.theory import attention_entropy, normal_spectrum, rank_over_depth, rank_residual, softmax
+from locater import LocaterError, TokenProcess, rho
+from locater.theory import (
+    attention_entropy,
+    moments,
+    normal_spectrum,
+    rank_over_depth,
+    rank_residual,
+    regime,
+    softmax,
+)
 
 matrices = arrays(np.float64, (3, 4, 5), elements=st.floats(-50, 50))
 
@@ -64,6 +72,36 @@ def test_at_fixed_scale_a_larger_mean_slows_the_loss_of_rank_and_lowers_the_entr
     entropies = [profile.entropy[0] for profile in profiles]
     assert residuals == sorted(residuals)
     assert entropies == sorted(entropies, reverse=True)
+
+
+def attention_of_the_last_query(eigenvalues, process, count, seed=0):
+    """Softmax's weights in simulated sequences, (count, T), at λ = √d."""
+    x = process.sample(count, len(eigenvalues), seed=seed)
+    return softmax(np.einsum("btd,bd->bt", x, x[:, -1] * eigenvalues) / np.sqrt(len(eigenvalues)))
+
+
+def test_beyond_r_2_softmax_of_a_walk_has_collapsed_onto_the_last_tokens():
+    """Where ρ has a band in the middle of the sequence, r = tr W/λ = 3.4."""
+    walk, w = TokenProcess.random_walk(40), normal_spectrum(0.3, 0.1, 128)
+    band = np.flatnonzero(rho(w, walk, np.sqrt(128)) > 0.5)
+    assert (band + 1).tolist() == list(range(21, 33))
+    weights = attention_of_the_last_query(w, walk, 500)
+    assert weights.mean(0)[band].sum() < 1e-4
+    assert weights.mean(0)[-3:].sum() > 0.99
+    assert attention_entropy(weights).mean() == pytest.approx(0.27, abs=0.05)  # four standard errors; ln 40 is 3.69
+
+
+def test_the_threshold_of_rho_is_2_for_the_walk_and_t_for_independent_tokens():
+    """E z_T = 1 at r = (T − 1)/c_T; and softmax of independent tokens is at the query itself long before."""
+    tokens, d = 64, 128
+    walk, independent = TokenProcess.random_walk(tokens), TokenProcess.independent(tokens)
+    for process, threshold in ((walk, 2.0), (independent, float(tokens))):
+        assert (tokens - 1) / process.query_covariance[-1] == pytest.approx(threshold)
+        assert moments(np.full(d, threshold / d), process, 1.0).mean[-1] == pytest.approx(1)
+    w = np.full(d, 8 / np.sqrt(d))  # r = 8
+    assert regime(rho(w, independent, np.sqrt(d))) == "flat"
+    assert regime(rho(w, walk, np.sqrt(d))) == "middle"
+    assert attention_of_the_last_query(w, independent, 300)[:, -1].mean() > 0.9
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,23 @@ def test_any_process_can_be_simulated():
     assert np.abs(got.rho - exact).max() < 5 * np.sqrt(0.25 / 2000)
 
 
+def test_a_wider_spectrum_lowers_entropy_at_a_positive_mean_and_raises_it_at_a_negative_one():
+    """A2's second line has the first half only; Fig. 5's setting, Σ = I."""
+    got = simulate([-0.3, 0.3], [0.0, 0.3], matrices=60)
+    change = got.entropy[:, 1] - got.entropy[:, 0]  # (means, matrices), of the same walks
+    mean, error = change.mean(-1), change.std(-1, ddof=1) / np.sqrt(60)
+    np.testing.assert_array_less(np.abs(mean - [0.054, -0.301]), 4 * error)  # measured with 480 matrices
+    assert mean[0] > 4 * error[0]
+    assert mean[1] < -4 * error[1]
+
+
+def test_the_spectrum_of_w_qk_is_no_proxy_for_w_under_an_anisotropic_covariance():
+    """Σ = RᵀR/d has eigenvalues of mean and std 25/12 (Marchenko and Pastur): 0.3·I does not stay concentrated."""
+    w = simulate([0.3], [0.0], covariance="anisotropic", walks=1, matrices=1).eigenvalues
+    assert w.mean() == pytest.approx(0.3 * 25 / 12, rel=0.05)
+    assert w.std() == pytest.approx(0.3 * 25 / 12, rel=0.1)
+
+
 def test_seeds_decide():
     small = {"dim": 4, "tokens": 5, "walks": 20, "matrices": 2}
     a, b, c = (simulate([0.1], [0.2], seed=seed, **small) for seed in (1, 1, 2))
