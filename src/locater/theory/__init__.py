@@ -28,6 +28,7 @@ from locater.theory.softmax_regime import (
     AttentionRegime,
     attention_map,
     attention_regime,
+    independent_regimes,
 )
 from locater.theory.studies import STUDIES, Study
 
@@ -63,6 +64,7 @@ __all__ = [
     "entropy_nu",
     "equation_22",
     "focus_limit",
+    "independent_regimes",
     "lemma_3",
     "lemma_4",
     "logit_form",
