@@ -39,11 +39,11 @@ class DecoupledLocAteR(Regulariser):
     step to the 2,000th, for heads that learn do grow: where nothing grows abruptly, nothing is shrunk. And no effective
     scale exceeds three times its baseline, whatever the learning rate does. The effective scale has the gain and shift
     of the norm before attention, where the registry knows one, and the queries' bias folded in; W_Q, W_K and their
-    biases are shrunk. A bias that the optimizer does not train beside its weight stays, and does not count. `target`,
-    2 / (the logits' scale) unless given, is where ρ of the paper's random walk begins to localise, tr W_QK = 2 √d_head;
-    a trace above it is left alone. With `growing_only=False` share is 1, there is no limit, and a trace is lowered to
-    its target, too. `schedule`, if given, multiplies the strength: a function of the number of steps taken, to release
-    heads at the end (at 0 nothing is done).
+    biases are shrunk. A bias that the optimizer does not train beside its weight stays, and does not count. `target` is
+    2 / (the logits' scale) unless given, tr W_QK = 2 √d_head: a value chosen by training, with no theory behind it for
+    tokens that are normalised. A trace above it is left alone. With `growing_only=False` share is 1, there is no limit,
+    and a trace is lowered to its target, too. `schedule`, if given, multiplies the strength: a function of the number
+    of steps taken, to release heads at the end (at 0 nothing is done).
 
     With rotary positions, W_QK is what acts at offset 0, and another matrix at each other offset. A head is then judged
     and limited by the largest scale that any offset can give it (a bound of that, `Rope.largest_product`), the keys'

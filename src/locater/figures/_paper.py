@@ -107,7 +107,7 @@ def figure_2(progress: Progress) -> Drawing:
 
 
 def figure_3(progress: Progress) -> Drawing:
-    """ρ(θ) below and above the localisation threshold ξη = 2, η = 0.01."""
+    """ρ(θ) on either side of ξη = 2, from where it localises in the limit of Lemma 2; η = 0.01."""
     theta = np.linspace(0, 1, 1001)
     eta = 0.01
     figure = Figure(figsize=(7.2, 3.0), layout="constrained")

@@ -30,8 +30,8 @@ _UPDATES, _MOST_GROWTH = 250, 8.0  # the root of the baseline grows by the initi
 class Decoupled:
     """The rule: raise the trace to `target`, shrink the scale of heads that grow (or of all), limit it.
 
-    Without a target it is 2 / logit_scale, and with rotary positions, where the trace is that of offset 0 alone, the
-    trace is left alone.
+    Without a target it is 2 / logit_scale (chosen by training; docs/locater.md), and with rotary positions, where the
+    trace is that of offset 0 alone, the trace is left alone.
     """
 
     target: float | None = None
