@@ -34,7 +34,7 @@ class Study:
 
 
 def dimension(seed: int = 0) -> list[Row]:
-    """Section 4: "a larger embedding dimension d is beneficial to drive attention to localization"."""
+    """Section 4: "a larger embedding dimension d is beneficial to drive attention to localization"; here, ρ."""
     del seed  # exact
     process = TokenProcess.random_walk(64)
     rows: list[Row] = []
@@ -129,7 +129,7 @@ def limits(seed: int = 0) -> list[Row]:
             near = [rho_curve(theta, np.sign(r) * xi, abs(r) / xi) for xi in (1e2, 1e4, 1e6)]
             rows.append(
                 {
-                    "limit": f"focus, ξη = {r:g}",
+                    "limit": f"ξη → {r:g}",
                     "θ": theta,
                     "ξ=1e2": float(near[0]),
                     "ξ=1e4": float(near[1]),
