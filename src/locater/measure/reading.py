@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from locater.errors import LocaterError, reason, require
 from locater.io import nulled, read_json
 from locater.measure.alarms import Alarm, alarms_between
 from locater.measure.observe import Observation, observe
-from locater.measure.predict import Prediction, predict
+from locater.measure.predict import AttentionPrediction, Prediction, agreement
 from locater.models.pretrained import Pretrained, device_of, quiet
 
 if TYPE_CHECKING:
@@ -39,7 +39,13 @@ class Reading:
     predicted: tuple[Prediction, ...] = ()  # a module each, if it was asked for
 
     def to_json(self) -> dict[str, Any]:
-        more = {"predicted": {one.module: _prediction(one) for one in self.predicted}} if self.predicted else {}
+        more: dict[str, Any] = {}
+        if self.predicted:
+            rows = [asdict(row) for row in agreement(self.predicted)]
+            more = {
+                "predicted": {one.module: _prediction(one) for one in self.predicted},
+                "entropy_agreement": nulled(rows),
+            }
         return {
             "sequences": self.sequences,
             "heads": nulled(self.heads.to_dict("records")),
@@ -93,7 +99,10 @@ def _is_log_line(line: dict[str, Any]) -> bool:
 
 
 def _prediction(one: Prediction) -> dict[str, Any]:
-    """ρ of the last token: measured in the sequences held out, and by each law, heads × keys; None where unknown."""
+    """Measured in the sequences held out, and by each law; None where unknown.
+
+    ρ of the last token, heads × keys; of softmax for each query entropy by head, and weights, heads × keys.
+    """
     made = {"general": one.general, "separable": one.separable, "walk": one.walk}
     return {
         "sequences": one.sequences,
@@ -101,7 +110,19 @@ def _prediction(one: Prediction) -> dict[str, Any]:
         **nulled(made),
         "errors": one.errors(),
         "sampling_error": one.sampling_error(),
+        "attention": [
+            {
+                "query": each.query,
+                "entropy": nulled({"measured": each.entropy, "error": each.entropy_error, **_of_laws(each, "entropy")}),
+                "weights": nulled({"measured": each.weights, **_of_laws(each, "weights")}),
+            }
+            for each in one.attention
+        ],
     }
+
+
+def _of_laws(one: AttentionPrediction, name: str) -> dict[str, NDArray[np.float64]]:
+    return {law: getattr(found, name) for law, found in one.laws.items()}
 
 
 def read(
@@ -119,7 +140,7 @@ def read(
     """Runs a model, without its head, over a text cut into sequences of `length` tokens, those of its tokenizer among
     them that frame a sequence ([CLS], [SEP], <s>); what is left over at the end of the text is not read.
 
-    `predicting` runs them once more and sets `measure.predict` to work, which takes minutes on many heads."""
+    `predicting` keeps queries and keys of half of them and predicts the others', which takes minutes on many heads."""
     require("transformers", "hf")
     target = device_of(device)
     pretrained = Pretrained.called(model, revision)
@@ -131,7 +152,7 @@ def read(
                 "give more text or a smaller --length"
             )
         network, part = pretrained.network(target)
-    seen = _observed(network, ids.to(target), batch, -1 - suffix, progress)
+    seen = _observed(network, ids.to(target), batch, -1 - suffix, predicting, progress)
     heads, tokens = seen.table(), seen.tokens()
     means = heads.groupby("module", sort=False).agg(
         {"layer": "first", "kind": "first", "entropy": "mean", "entropy_share": "mean", "max_logit": "max"}
@@ -147,19 +168,15 @@ def read(
         rho={name: seen.rho(name, -1 - suffix) for name in names},
         entropy_by_position={name: seen.entropy_by_position(name) for name in names},
         part=part,
-        predicted=_predicted(network, ids.to(target), batch) if predicting else (),
+        predicted=tuple(seen.predict()) if predicting else (),
     )
 
 
-def _predicted(network: Any, ids: torch.Tensor, batch: int) -> tuple[Prediction, ...]:
-    more: dict[str, Any] = _without_cache(network)
-    return tuple(predict(network, ({"input_ids": part, **more} for part in ids.split(batch))))
-
-
 def _observed(
-    network: Any, ids: torch.Tensor, batch: int, query: int, progress: Callable[[float], None]
+    network: Any, ids: torch.Tensor, batch: int, query: int, predicting: bool, progress: Callable[[float], None]
 ) -> Observation:
-    with observe(network, queries=(query,), by_position=True) as seen, torch.inference_mode():
+    kept = len(ids) if predicting else None
+    with observe(network, queries=(query,), by_position=True, predict=kept) as seen, torch.inference_mode():
         for start in range(0, len(ids), batch):
             _forward(network, ids[start : start + batch])
             progress(min(1.0, (start + batch) / len(ids)))
