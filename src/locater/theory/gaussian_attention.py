@@ -148,12 +148,13 @@ def _logits(mean: Array, variance: Array, points: int, seed: int) -> Iterator[Ar
     """Logits (T, N), a replicate at a time."""
     rng, width, keys = np.random.default_rng(seed), mean.shape[-1] - 1, len(mean)
     rows, columns = np.triu_indices(width + 1)
-    folded = np.stack([mean, variance])
-    folded = (folded + np.swapaxes(folded, -1, -2))[..., rows, columns] / np.where(rows == columns, 2, 1)
+    folded = np.concatenate([mean, variance])  # (2T, K + 1, K + 1)
+    folded = (folded + np.swapaxes(folded, -1, -2)).reshape(2 * keys, -1)[:, rows * (width + 1) + columns]
+    folded /= np.where(rows == columns, 2, 1)
     for _ in range(REPLICATES):
         normals = sobol_normals(width + keys, points, rng)
         v = np.concatenate([np.ones((1, points)), normals[:width]])
-        centre, square = folded @ (v[rows] * v[columns])  # (T, N) each
+        centre, square = np.split(folded @ (v[rows] * v[columns]), 2)  # (T, N) each
         yield centre + np.sqrt(np.maximum(square, 0.0)) * normals[width:]
 
 
