@@ -18,7 +18,7 @@ import pytest
 
 from locater import TokenProcess, __version__, rho
 from locater.cli import explained, main
-from locater.theory import STUDIES, normal_spectrum
+from locater.theory import ATTENTION_REGIMES, STUDIES, attention, attention_regime, normal_spectrum
 
 LOCATER = [sys.executable, "-m", "locater"]
 
@@ -54,6 +54,49 @@ def test_rho_prints_what_the_library_computes():
         assert f"{expected[0]:.6f}" in person.stdout
 
 
+ASKED = ("--mean", "0.1", "--std", "0.3", "--dim", "16", "--tokens", "12", "--samples", "2000")
+
+
+@pytest.mark.parametrize(
+    ("more", "method", "query"),
+    [
+        ((), "exact", -1),
+        (("--method", "three-number"), "three-number", -1),
+        (("--method", "montecarlo", "--query", "5"), "montecarlo", 5),
+    ],
+)
+def test_attention_prints_what_the_library_computes_beside_rho(more, method, query, here):
+    answer = json.loads(here("attention", *ASKED, *more, "--json", "-").stdout)
+    spectrum, walk = normal_spectrum(0.1, 0.3, 16), TokenProcess.random_walk(12)
+    law = attention(spectrum, walk, 4.0, method, query=query, samples=2000)
+    for name, value in answer["softmax"].items():
+        expected = getattr(law, name)
+        assert value == expected if isinstance(expected, str) else np.allclose(value, expected, rtol=1e-12), name
+    assert {"weights", "entropy", "entropy_std", "largest_weight", "alpha", "signal"} <= answer["softmax"].keys()
+    assert sum(answer["softmax"]["weights"]) == pytest.approx(1, abs=1e-12)
+    assert answer["regime"] == str(attention_regime(law))
+    seen = TokenProcess.random_walk(query % 12 + 1)  # by a causal query
+    np.testing.assert_allclose(answer["rho"], rho(spectrum, seen, 4.0), rtol=1e-12)
+
+
+def test_people_see_both_bars_of_every_token_and_the_entropy_with_its_error(here):
+    done = here("attention", *ASKED)
+    law = attention(normal_spectrum(0.1, 0.3, 16), TokenProcess.random_walk(12), 4.0, samples=2000)
+    assert str(attention_regime(law)) in done.stdout
+    assert f"{law.entropy:.4g} ± {law.entropy_error:.1g} nats (ln 12 = 2.485)" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line.strip()[:1].isdigit()]
+    assert [row[1] for row in rows] == [f"{weight:.6f}" for weight in law.weights]
+    assert rows[-1][-1] == "query"
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_a_query_that_sees_itself_alone_has_no_rho(here):
+    done = here("attention", *ASKED, "--query", "0")
+    assert "none for one token" in done.stdout
+    assert done.stdout.count("not seen") == 11
+    assert json.loads(here("attention", *ASKED, "--query", "0", "--json", "-").stdout)["rho"] is None
+
+
 @pytest.mark.parametrize("method", ["exact", "gaussian", "asymptotic", "printed", "montecarlo"])
 def test_every_method_has_its_word(method, here):
     arguments = ("--mean", "0.2", "--dim", "8", "--tokens", "6", "--samples", "2000", "--json", "-")
@@ -62,9 +105,10 @@ def test_every_method_has_its_word(method, here):
     assert len(answer["rho"]) == 6
 
 
+@pytest.mark.parametrize("command", ["rho", "attention"])
 @pytest.mark.parametrize("process", ["walk", "independent", "ar:0.5"])
-def test_every_process_has_its_word(process, here):
-    assert here("rho", "--mean", "0.2", "--dim", "8", "--tokens", "6", "--process", process).returncode == 0
+def test_every_process_has_its_word(command, process, here):
+    assert here(command, "--mean", "0.2", "--dim", "8", "--tokens", "6", "--process", process).returncode == 0
 
 
 def test_json_goes_to_a_file_while_people_read_the_screen(tmp_path, here):
@@ -84,6 +128,8 @@ def test_demo_predicts_simulates_trains_and_draws(tmp_path):
     assert [row["steps"] for row in answer["members"]] == [30, 30, 30]
     spectra = answer["spectra"]
     assert max(result["largest_gap"]["exact"] for result in spectra) < spectra[0]["four_standard_errors"] * 1.1
+    assert max(result["softmax"]["standard_errors"] for result in spectra) < 4
+    assert {result["softmax"]["regime"] for result in spectra} == set(ATTENTION_REGIMES)  # each of them once
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "here/figure-5.png" in done.stdout.replace("\n", "")
     assert "here/report.html" in done.stdout.splitlines()[-1]
@@ -112,19 +158,29 @@ def test_version_and_help(here):
     assert "Commands" in here().stdout
 
 
+MISTAKEN_SPECTRA = {
+    (): "Missing option '--mean'",
+    ("--mean", "x"): "--mean",
+    ("--mean", "nan"): "mean must be finite",
+    ("--mean", "1e200", "--json", "-"): "overflow",
+    ("--mean", "0.1", "--std", "-1"): "std must not be negative",
+    ("--mean", "0.1", "--dim", "0"): "dim must be",
+    ("--mean", "0.1", "--dim", "1" + "0" * 19): "dim must be at most",
+    ("--mean", "0.1", "--tokens", "1"): "tokens must be a whole number of at least 2, got 1",
+    ("--mean", "0.1", "--temperature", "0"): "temperature must be one positive number",
+    ("--mean", "0.1", "--process", "ar:fast"): "ar:DECAY",
+    ("--mean", "0.1", "--process", "ar:2"): "between -1 and 1",
+    ("--mean", "0.1", "--json", "no/such/folder/x.json"): "cannot write no/such/folder/x.json",
+    ("--mena", "1"): "No such option",
+}
 MISTAKES = [
-    (("rho",), "Missing option '--mean'"),
-    (("rho", "--mean", "x"), "--mean"),
-    (("rho", "--mean", "nan"), "mean must be finite"),
-    (("rho", "--mean", "1e200", "--json", "-"), "overflow"),
-    (("rho", "--mean", "0.1", "--std", "-1"), "std must not be negative"),
-    (("rho", "--mean", "0.1", "--dim", "0"), "dim must be"),
-    (("rho", "--mean", "0.1", "--tokens", "1"), "tokens must be a whole number of at least 2, got 1"),
-    (("rho", "--mean", "0.1", "--temperature", "0"), "temperature must be one positive number"),
+    *(((command, *words), says) for command in ("rho", "attention") for words, says in MISTAKEN_SPECTRA.items()),
     (("rho", "--mean", "0.1", "--method", "magic"), "exact, gaussian, asymptotic, printed, montecarlo"),
-    (("rho", "--mean", "0.1", "--process", "ar:fast"), "ar:DECAY"),
-    (("rho", "--mean", "0.1", "--process", "ar:2"), "between -1 and 1"),
-    (("rho", "--mean", "0.1", "--json", "no/such/folder/x.json"), "cannot write no/such/folder/x.json"),
+    (("attention", "--mean", "0.1", "--method", "gaussian"), "exact, three-number, montecarlo"),
+    (("attention", "--mean", "0.1", "--query", "40"), "query must be a position from -40 to 39, got 40"),
+    (("attention", "--mean", "0.1", "--samples", "0"), "samples must be a whole number of at least 1, got 0"),
+    (("attention", "--mean", "1", "--temperature", "1e-200"), "squares overflow"),
+    (("attention", "--mean", "1", "--temperature", "1e200"), "squares overflow"),
     (("figure", "13"), "figure must be one of"),
     (("figure", "one"), "NUMBER"),
     (("figure", "1", "--out", "/dev/null"), "cannot write into the folder /dev/null"),
@@ -132,13 +188,11 @@ MISTAKES = [
     (("demo", "--out", "/dev/null/deeper"), "cannot write into the folder"),
     (("demo", "--seed", "-1"), "seed"),
     (("demo", "--steps", "-1"), "steps must be a whole number of at least 1, got -1"),
-    (("rho", "--mean", "0.1", "--dim", "1" + "0" * 19), "dim must be at most"),
     (("train", "laptop", "--set", "steps=" + "9" * 400), "steps must be below 2^63"),
     (("scan", "x" * 5000), "File name too long"),
     (("scan", "org/model@v1", "--revision", "v2"), "the revision is given twice, v1 and v2"),
     (("scan", ".", "--revision", "v2"), "has no revision v2"),
     (("rhoo",), "No such command 'rhoo'"),
-    (("rho", "--mena", "1"), "No such option"),
 ]
 
 

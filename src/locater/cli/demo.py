@@ -1,4 +1,4 @@
-"""The command `demo`, the main job, small: predict ρ, simulate it, train models with and without LocAteR."""
+"""The command `demo`, the main job, small: predict attention and ρ, simulate them, train with and without LocAteR."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["demo_command"]
 
 
-_SPECTRA = ((0.05, 0.02), (0.2, 0.05), (0.4, 0.1), (-0.2, 0.05), (0.0, 0.3), (0.1, 2.0))
-"""Means and standard deviations of the eigenvalues of W_QK, a row of the demo each."""
+_SPECTRA = ((0.0, 0.01), (0.05, 0.02), (0.4, 0.1), (-0.2, 0.05), (0.0, 0.3), (0.1, 2.0))
+"""Means and standard deviations of the eigenvalues of W_QK, a row of the demo each: every regime of softmax once."""
 
 
 def demo_command(
@@ -31,7 +31,7 @@ def demo_command(
     steps: Annotated[int | None, typer.Option(help="Updates of the trained models; the preset's if not given.")] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Predict ρ and simulate it; then train small language models with and without LocAteR."""
+    """Predict softmax attention and ρ, and simulate both; then train small language models with and without LocAteR."""
     from locater.figures import draw, draw_run
 
     config = _config(steps)
@@ -71,41 +71,49 @@ def demo_command(
 
 def _print_predictions(results: list[dict[str, Any]]) -> None:
     console = terminal.out()
-    gaps = {"exact": "exact", "large T": "asymptotic", "printed": "printed"}
     rows = [
         {
             "mean": result["mean"],
             "std": result["std"],
-            "shape": result["regime"],
-            "predicted": _sparkline(result["rho"]["exact"]),
-            "simulated": _sparkline(result["rho"]["simulated"]),
+            "softmax": result["softmax"]["regime"],
+            "weight": _sparkline(result["softmax"]["weights"]["exact"], full=None),
+            "entropy": f"{result['softmax']['entropy']['exact']:.3f}",
+            "counted": f"{result['softmax']['entropy']['simulated']:.3f}",
+            "ρ": _sparkline(result["rho"]["exact"]),
         }
-        | {name: f"{result['largest_gap'][key]:.3f}" for name, key in gaps.items()}
         for result in results
     ]
-    console.print("ρ, the chance that a token is on the slope of the paper's piecewise linear")
-    console.print("softmax, from token 1 to the query, token 40: predicted from the mean and std of")
-    console.print("the eigenvalues of W_QK (d = 128), and counted in 4,000 walks. Softmax itself")
-    console.print("can look elsewhere: locater study softmax.")
+    worst = {name: max(result["largest_gap"][name] for result in results) for name in results[0]["largest_gap"]}
+    errors = max(result["softmax"]["standard_errors"] for result in results)
+    console.print("Where softmax looks, from token 1 to the query, token 40, and its entropy (of")
+    console.print("3.689 nats): predicted from the mean and std of 128 eigenvalues of W_QK, and")
+    console.print("counted in 4,000 random walks. Beside it the paper's ρ, the chance that a token")
+    console.print("is on the slope of a piecewise linear softmax. Weights: █ is the row's highest.")
     console.print(terminal.table(rows, "", box=SIMPLE_HEAD))
-    console.print("exact, large T, printed: largest distance of each formula from the simulated ρ;")
-    console.print(f"sampling explains up to {results[0]['four_standard_errors']:.3f} (4 standard errors).\n")
+    console.print(f"Entropy predicted and counted differ by {errors:.1f} standard errors at most.")
+    console.print(
+        f"ρ by formula and counted differ by {worst['exact']:.3f} (exact), {worst['asymptotic']:.3f} (large T),"
+    )
+    console.print(
+        f"{worst['printed']:.3f} (as printed); sampling explains up to {results[0]['four_standard_errors']:.3f}.\n"
+    )
 
 
-def _sparkline(values: list[float], width: int = 10) -> str:
-    """Averages of `width` stretches as bars of eight heights."""
+def _sparkline(values: list[float], width: int = 10, full: float | None = 1.0) -> str:
+    """Averages of `width` stretches as bars of eight heights, up to `full`, or the highest of them if None."""
     edges = [round(k * len(values) / width) for k in range(width + 1)]
-    means = (sum(values[a:b]) / (b - a) for a, b in pairwise(edges))
-    return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * value))] for value in means)
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    most = max(means) if full is None else full
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * value / most))] for value in means)
 
 
 def _compare(
     mean: float, std: float, *, dim: int = 128, tokens: int = 40, walks: int = 4000, seed: int = 0
 ) -> dict[str, Any]:
-    """ρ of one spectrum by every method, beside the share counted in simulated walks."""
+    """Softmax attention and, by every method, ρ of one spectrum, beside what is counted in simulated walks."""
     import numpy as np
 
-    from locater.theory import TokenProcess, normal_spectrum, regime, rho
+    from locater.theory import TokenProcess, attention, attention_regime, normal_spectrum, regime, rho
     from locater.theory.law import spectrum_of
     from locater.theory.simulate import rho_by_walks
 
@@ -115,9 +123,20 @@ def _compare(
         for method in ("exact", "gaussian", "asymptotic", "printed")
     }  # fmt: skip
     simulated = rho_by_walks(spectrum_of(spectrum), walk, temperature, samples=walks, seed=seed)
+    law = attention(spectrum, walk, temperature)
+    counted = attention(spectrum, walk, temperature, "montecarlo", samples=walks, seed=seed)
+    phrase = attention_regime(law)
     return {
         "mean": mean,
         "std": std,
+        "softmax": {
+            "regime": f"{phrase.name} {phrase.side}".strip(),
+            "weights": {"exact": law.weights.tolist(), "simulated": counted.weights.tolist()},
+            "entropy": {"exact": float(law.entropy), "simulated": float(counted.entropy)},
+            "standard_errors": float(
+                abs(law.entropy - counted.entropy) / np.hypot(law.entropy_error, counted.entropy_error)
+            ),
+        },
         "regime": regime(predicted["exact"]),
         "rho": {name: values.tolist() for name, values in predicted.items()} | {"simulated": simulated.tolist()},
         "largest_gap": {name: float(np.abs(values - simulated).max()) for name, values in predicted.items()},

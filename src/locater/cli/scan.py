@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -11,6 +11,9 @@ from rich.box import SIMPLE_HEAD
 from locater.cli import _terminal as terminal
 from locater.cli._terminal import JsonOption, RevisionOption
 from locater.io import writable_folder, write_file
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["scan_command"]
 
@@ -25,13 +28,17 @@ def scan_command(
         int | None, typer.Option(help="Under RoPE: average W_QK over that many offsets from 0 down.")
     ] = None,
     fold_norm: Annotated[bool, typer.Option("--fold-norm", help="Fold in the norm before attention.")] = False,
-    tokens: Annotated[int, typer.Option(help="Length of the walk behind the regime (the shape of ρ).")] = 64,
+    tokens: Annotated[int, typer.Option(help="T of both regimes: softmax's, and the shape of ρ.")] = 64,
     top: Annotated[int, typer.Option(min=1, help="How many heads to show.")] = 20,
     csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the whole table.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="DIR", help="Draw maps and eigenvalues.")] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """The query-key spectrum of every head of a model, the largest logits first."""
+    """The query-key spectrum of every head of a model, the largest logits first.
+
+    attention_regime: where softmax looks, for T independent tokens of variance 1. regime: the shape of the paper's ρ,
+    for a random walk of T tokens.
+    """
     from locater.figures import draw_scan
     from locater.models import Scan, scan
     from locater.models.checkpoint import open_checkpoint
@@ -54,20 +61,27 @@ def scan_command(
         terminal.write_json(json_file, made.to_json())
     if json_file == "-":
         return
-    counts = table["regime"].value_counts()
     console = terminal.out()
-    console.print(
-        f"{model}: {len(table)} heads in {table['module'].nunique()} attention modules; shape of ρ: "
-        + ", ".join(f"{count} {name}" for name, count in counts.items()),
-        highlight=False,
-    )
+    gain = "" if fold_norm else "; --fold-norm counts the gain of the norm"
+    lines = [
+        f"{model}: {len(table)} heads in {table['module'].nunique()} attention modules",
+        f"attention_regime, softmax over {tokens} independent tokens of variance 1{gain}: "
+        + _counts(table["attention_regime"]),
+        f"regime, the shape of the paper's ρ over a random walk of {tokens} tokens: {_counts(table['regime'])}",
+    ]
+    console.print("\n".join(lines), highlight=False, markup=False)
     shown = table.assign(_size=table["spectral_norm"] * table["logit_scale"].abs()).nlargest(top, "_size")
     columns = ("layer", "kind", "head", "trace", "scale", "xi", "spectral_norm", "effective_rank", "symmetric_share")
     records = [
-        {name: row[name] for name in (*columns, "r", "regime")} for row in shown.to_dict("records")
-    ]  # fmt: skip
+        {name: row[name] for name in (*columns, "r", "attention_entropy", "attention_regime", "regime")}
+        for row in shown.to_dict("records")
+    ]
     if table["kind"].nunique() == 1:
         records = [{name: cell for name, cell in row.items() if name != "kind"} for row in records]
     console.print(terminal.table(records, "", box=SIMPLE_HEAD))
     for path in written:
         print(path)
+
+
+def _counts(names: pd.Series[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in names.value_counts().items())

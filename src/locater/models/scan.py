@@ -17,7 +17,7 @@ from locater.io import nulled
 from locater.models.attention import Attention
 from locater.models.registry import attentions
 from locater.qk import QK
-from locater.theory import TokenProcess, regime
+from locater.theory import TokenProcess, independent_regimes, regime
 from locater.theory.rho import gaussian_rho
 
 if TYPE_CHECKING:
@@ -46,6 +46,12 @@ _ROW: tuple[tuple[Any, str, str], ...] = (
         "effective_rank symmetric_share rho_first rho_middle rho_last softcap",
     ),
 )
+# columns that files of the first versions lack, and what stands for them then
+_LATER: tuple[tuple[Any, str, str], ...] = (
+    (str, "text", "attention_regime"),
+    (int | float | None, "a number or null", "attention_entropy"),
+)
+_NOT_THERE: dict[str, Any] = {"attention_regime": "", "attention_entropy": None}
 
 
 @dataclass(frozen=True)
@@ -130,17 +136,21 @@ def scan(
         fold_norm: Fold the gain (and centring) of the norm before attention into W_Q and W_K, where there is one.
         covariance: Σ of the states that enter attention, (d_model, d_model), or one for each module by name
             (`locater.models.covariances` estimates them); the identity if not given.
-        tokens: Length of the random walk for which `regime` and `rho_*` are computed.
+        tokens: T of `attention_*`, whose tokens are independent, and of `regime` and `rho_*`, whose are a random walk.
         progress: Called with each attention module that is done.
 
     The columns: module, kind (self, cross, encoder, decoder), layer, head, key_head, d_head, d_model, logit_scale;
     trace tr W_QK, scale tr(W_QKᵀW_QK), trace_square tr W_QK²; xi = trace/√scale, eta = √scale · logit_scale,
     r = xi · eta; eigenvalue_mean = trace/d_model, eigenvalue_variance = scale/d_model − mean² (Eq. 8); spectral_norm,
-    effective_rank (the exponential of the entropy of the singular values), symmetric_share (of ‖W_QK‖²); ρ at the
-    first, middle and last token (rho_first, rho_middle, rho_last; a normal law with exact moments): the probability
-    that it is on the slope of the paper's piecewise linear softmax, while softmax itself can look elsewhere; regime,
-    the shape of ρ; rope, qk_norm, softcap. With QK-norm the logits do not grow with W_QK: regime is then that of the
-    raw weights.
+    effective_rank (the exponential of the entropy of the singular values), symmetric_share (of ‖W_QK‖²).
+
+    Where softmax looks, for `tokens` independent tokens of variance 1 (or Σ) and the temperature 1/logit_scale, by the
+    three-number law (`theory.attention_from_traces`): attention_regime, a key of `theory.ATTENTION_REGIMES`, and
+    attention_entropy, nats expected of the last query. That is what a norm without a gain gives attention: fold_norm
+    counts the gain. Of the paper's piecewise linear softmax, for a random walk: regime, the shape of ρ, and ρ at the
+    first, middle and last token (rho_first, rho_middle, rho_last; a normal law with exact moments).
+
+    rope, qk_norm, softcap: with QK-norm the logits do not grow with W_QK, and both regimes are of the raw weights.
     """
     found = spectra(
         model_or_path, offset=offset, average_offsets=average_offsets, fold_norm=fold_norm, covariance=covariance
@@ -205,7 +215,7 @@ class Scan:
 
     @classmethod
     def from_json(cls, value: Any) -> Scan:
-        """What `to_json` gave; files of the first versions have no eigenvalues."""
+        """What `to_json` gave; files of the first versions have no eigenvalues and no `attention_*`."""
         import pandas as pd
 
         if not cls.recognises(value):
@@ -213,7 +223,11 @@ class Scan:
         _check(value, _ASKED, "the scan")
         for number, row in enumerate(value["heads"], start=1):
             _check(row, _ROW, f"row {number}")
-        table = pd.DataFrame(value["heads"])
+        missing = {name: cell for name, cell in _NOT_THERE.items() if any(name not in row for row in value["heads"])}
+        rows = [row | missing for row in value["heads"]]
+        for number, row in enumerate(rows, start=1):
+            _check(row, _LATER, f"row {number}")
+        table = pd.DataFrame(rows)
         expected = table.groupby("module").cumcount()
         for number in np.flatnonzero(table["head"] != expected).tolist():
             raise LocaterError(f"head of row {number + 1} must be {expected[number]}, got {table['head'][number]}")
@@ -269,7 +283,11 @@ def _rows(spectrum: Spectra, process: TokenProcess) -> dict[str, Any]:
     singular = _singular_values(qk)
     share = singular / singular.sum(-1, keepdim=True).clamp(min=1e-300)
     root = np.sqrt(np.maximum(scale, 1e-300))
-    rho = gaussian_rho(trace, scale, square, process, 1 / abs(attention.scale))
+    temperature = 1 / abs(attention.scale)
+    rho = gaussian_rho(trace, scale, square, process, temperature)
+    names, entropy = independent_regimes(
+        np.sign(attention.scale) * trace, square.clip(-scale, scale), scale, process.tokens, temperature
+    )
     mean = trace / qk.d_model
     return {
         "module": attention.module,
@@ -291,6 +309,8 @@ def _rows(spectrum: Spectra, process: TokenProcess) -> dict[str, Any]:
         "spectral_norm": column(singular[..., 0]),
         "effective_rank": column(torch.special.entr(share).sum(-1).exp()),
         "symmetric_share": 0.5 * (1 + square / np.maximum(scale, 1e-300)),
+        "attention_regime": names,
+        "attention_entropy": entropy,
         "regime": regime(rho),
         "rho_first": rho[:, 0],
         "rho_middle": rho[:, len(rho[0]) // 2],

@@ -99,7 +99,8 @@ def write_scan(file, modules=3, heads=4, width=8, model="organisation/model", na
             "eigenvalue_mean": 0.1, "eigenvalue_variance": 0.2,
             "spectral_norm": float(rng.uniform(1, 3)), "effective_rank": float(rng.uniform(2, width)),
             "symmetric_share": 0.5, "regime": "late" if h % 2 else "early", "rho_first": 0.1, "rho_middle": 0.2,
-            "rho_last": 0.3, "rope": True, "qk_norm": False, "softcap": None,
+            "rho_last": 0.3, "attention_regime": "uniform" if h % 2 else "local near",
+            "attention_entropy": 1.0 + h / 100, "rope": True, "qk_norm": False, "softcap": None,
         }
         for m in range(modules)
         for h in range(heads)

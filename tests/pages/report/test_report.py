@@ -174,7 +174,34 @@ def test_a_scan_keeps_its_rows_and_the_eigenvalues_of_each_head(tmp_path):
     for module, clouds in enumerate(section["eigenvalues"]):
         sums = unpacked(clouds)[..., 0].sum(1)
         np.testing.assert_allclose(sums, [100 * module + h for h in range(4)], rtol=1e-3)  # sixteen bits
-    assert [section["regimes"][index] for index in section["regime"][:2]] == ["early", "late"]
+    for name, words in (("regime", ["early", "late"]), ("attention_regime", ["local near", "uniform"])):
+        assert [section[name]["names"][index] for index in section[name]["rows"][:2]] == words
+    assert section["columns"]["attention_entropy"][:2] == [1, 1.01]
+    assert ["softmax", "6 uniform, 6 local near"] in section["facts"]
+
+
+def test_a_scan_of_a_version_before_softmax_is_shown_with_that_column_empty(tmp_path):
+    file = write_scan(tmp_path / "scan.json")
+    changed(file, lambda scan: [row.pop(name) for row in scan["heads"] for name in list(row) if "attention" in name])
+    (section,) = report([file]).sections
+    assert section["attention_regime"] == {"names": [], "rows": [None] * 12}
+    assert section["columns"]["attention_entropy"] == [None] * 12
+    assert any("no attention regime in this file" in note for note in section["notes"])
+
+
+def test_predictions_of_softmax_stand_beside_rho_and_may_be_missing(tmp_path):
+    row = {"mean": 0.1, "std": 0.2, "regime": "late", "rho": {"exact": [0.1, 0.9], "simulated": [0.2, 0.8]}}
+    softmax = {
+        "regime": "local near", "weights": {"exact": [0.1, 0.9], "simulated": [0.2, 0.8]},
+        "entropy": {"exact": 0.3, "simulated": 0.31},
+    }  # fmt: skip
+    file = bad(tmp_path, "predictions.json", json.dumps({"spectra": [row, row | {"softmax": softmax}]}))
+    (section,) = report([file]).sections
+    before, now = section["spectra"]
+    assert before["softmax"] is None
+    assert now["softmax"]["regime"] == "local, near the query"
+    assert now["softmax"]["entropy"] == {"exact": 0.3, "simulated": 0.31}
+    np.testing.assert_allclose(unpacked(now["softmax"]["weights"]["exact"]), [0.1, 0.9], rtol=1e-6)
 
 
 def test_a_scan_of_a_version_that_kept_no_eigenvalues_is_shown_without_them(tmp_path):

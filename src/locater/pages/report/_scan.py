@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from locater.pages.report._numbers import chosen, number, packed, rounded, short
 
 _COLUMNS = (
     "trace", "scale", "xi", "eta", "r", "spectral_norm", "effective_rank", "symmetric_share", "trace_square",
-    "rho_first", "rho_middle", "rho_last",
+    "rho_first", "rho_middle", "rho_last", "attention_entropy",
 )  # fmt: skip
 _EIGENVALUES = 400_000  # in one page, at full detail
 
@@ -27,8 +27,9 @@ def scan_section(found: Found, detail: float) -> dict[str, Any]:
         raise LocaterError(f"cannot show {found.path}: {error}") from error
     table, rows = scan.table, found.content["heads"]
     modules, index_of = modules_of(rows)
-    regimes = sorted({short(name) for name in table["regime"]} - {""})
     notes = list(found.notes)
+    if not table["attention_regime"].any():
+        notes.append("no attention regime in this file: scan again with this version")
     return {
         "kind": "scan",
         "title": short(scan.title) or found.path.name,
@@ -38,10 +39,18 @@ def scan_section(found: Found, detail: float) -> dict[str, Any]:
         "modules": modules,
         "grid": grid_of(rows, index_of, found.path),
         "columns": {name: rounded(table[name].to_numpy(dtype=float)) for name in _COLUMNS},
-        "regimes": regimes,
-        "regime": [regimes.index(short(name)) if name else None for name in table["regime"]],
+        "tokens": scan.tokens,
+        "regime": _words(table["regime"]),
+        "attention_regime": _words(table["attention_regime"]),
         "eigenvalues": _eigenvalues(scan, modules, detail, notes),
     }
+
+
+def _words(column: Iterable[str]) -> dict[str, Any]:
+    """A column of few different words: the words, and the index of each row's, None where it has none."""
+    words = [short(name) for name in column]
+    names = sorted(set(words) - {""})
+    return {"names": names, "rows": [names.index(word) if word else None for word in words]}
 
 
 def modules_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, int]]:
@@ -81,8 +90,12 @@ def _facts(scan: Scan, modules: int) -> list[list[str]]:
     widths = table[["d_model", "d_head"]].drop_duplicates().to_numpy()
     if len(widths) == 1:
         facts.append(["widths", "d_model {:,}, d_head {}".format(*widths[0])])
-    counts = sorted(((count, short(name)) for name, count in table["regime"].value_counts().items()), reverse=True)
-    facts.append(["shape of ρ", ", ".join(f"{count} {name}" for count, name in counts)])
+    for label, name in (("softmax", "attention_regime"), ("shape of ρ", "regime")):
+        counts = sorted(
+            ((count, short(word)) for word, count in table[name].value_counts().items() if word), reverse=True
+        )
+        if counts:
+            facts.append([label, ", ".join(f"{count} {word}" for count, word in counts)])
     if table["rope"].any():
         one = scan.average_offsets is None
         facts.append(["RoPE", f"offset {scan.offset:g}" if one else f"averaged over {scan.average_offsets} offsets"])

@@ -17,6 +17,7 @@ const SCAN_COLUMNS = [
   ["spectral_norm", "‖W‖₂"],
   ["effective_rank", "effective rank"],
   ["symmetric_share", "symmetric share"],
+  ["attention_entropy", "softmax entropy"],
 ];
 
 function cloudFigure(section, chosen) {
@@ -48,13 +49,20 @@ function cloudFigure(section, chosen) {
   return captioned(["eigenvalues of ", ...math("W_QK"), ", their mean as a bar"], figure);
 }
 
+/** Two words for a head, by what they speak of. */
+const SCAN_WORDS = Object.entries({ attention_regime: "softmax", regime: "shape of ρ" });
+
+function word(column, row) {
+  return column.names[column.rows[row]] ?? "";
+}
+
 /** What the table says of the chosen head. */
 function headFacts(section, shownColumns, chosen) {
   const box = el("dl.facts");
   const refresh = () => {
     const facts = shownColumns.map(([name, label]) => [label, shown(section.columns[name][chosen.row])]);
-    const regime = section.regimes[section.regime[chosen.row]];
-    if (regime) facts.push(["shape of ρ", regime]);
+    const words = SCAN_WORDS.map(([name, label]) => [label, word(section[name], chosen.row)]);
+    facts.push(...words.filter(([, value]) => value));
     box.replaceChildren(...facts.map(([label, value]) => el("div", el("dt", math(label)), el("dd", value))));
   };
   chosen.following.push({ refresh });
@@ -65,12 +73,16 @@ function headFacts(section, shownColumns, chosen) {
 function scanSection(section) {
   const { columns } = section;
   const there = SCAN_MAPS.filter(([name]) => columns[name]);
-  const shownColumns = SCAN_COLUMNS.filter(([name]) => columns[name]);
+  const shownColumns = SCAN_COLUMNS.filter(([name]) => columns[name]?.some((value) => value != null));
   const chosen = new Chosen(section, columns.spectral_norm ?? columns.scale, 1);
   const maps = there.map(([name, title, look]) =>
     captioned(math(title), headMap(section, title, columns[name], look, chosen)),
   );
-  const shapes = section.regime.map((index) => (index === null ? "" : section.regimes[index]));
+  const words = SCAN_WORDS.filter(([name]) => section[name].names.length).map(([name, label]) => ({
+    name: label,
+    values: section[name].rows.map((_, row) => word(section[name], row)),
+    words: true,
+  }));
   const sorted = shownColumns.findIndex(([name]) => name === "spectral_norm");
   return [
     el("h3", "Layer × head"),
@@ -86,11 +98,10 @@ function scanSection(section) {
     el("h3", "All heads"),
     el(
       "p.note",
-      "Shape of ρ: where, in a random walk, tokens are likely on the slope of the paper's piecewise linear softmax; ",
-      "softmax itself can look elsewhere.",
+      `Softmax: where attention looks for ${section.tokens} independent tokens of variance 1, predicted from trace and `,
+      "scale, with its entropy in nats. Shape of ρ: where, in a random walk of as many, tokens are likely on the slope of the ",
+      "paper's piecewise linear softmax.",
     ),
-    headTable(section, shownColumns, chosen, { column: 2 + Math.max(sorted, 0), down: true }, [
-      { name: "shape of ρ", values: shapes, words: true },
-    ]),
+    headTable(section, shownColumns, chosen, { column: 2 + Math.max(sorted, 0), down: true }, words),
   ];
 }
