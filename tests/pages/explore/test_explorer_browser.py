@@ -33,7 +33,7 @@ def test_each_slider_moves_the_curves_by_the_keyboard(explorer):
         assert shown[EXACT] != before
         assert slider.get_attribute("aria-valuetext") == page.locator(f"#{field}-number").input_value()
         before = shown[EXACT]
-    assert page.locator("#status").inner_text().startswith("ρ computed in ")
+    assert page.locator("#status").inner_text().startswith("ρ and softmax computed in ")
 
 
 def test_every_position_of_a_slider_stands_for_a_value_that_leads_back_to_it(explorer):
@@ -117,6 +117,7 @@ def test_an_address_of_nonsense_gives_the_default(fresh_explorer):
 def test_a_click_on_the_plane_moves_the_spectrum_there(explorer):
     page = explorer("#d=16&T=12")
     page.evaluate("explorer.planeSettled()")
+    page.locator("#plane").scroll_into_view_if_needed()
     box = page.locator("#plane .nsewdrag").bounding_box()
     place = (box["x"] + 0.75 * box["width"], box["y"] + 0.4 * box["height"])
     click_plot(page, "document.getElementById('plane')", place)
@@ -130,6 +131,7 @@ def test_a_click_where_no_spectrum_is_moves_nothing(explorer):
     page = explorer("#d=1&T=12")  # a single eigenvalue has ξ = 1 or −1
     page.evaluate("explorer.planeSettled()")
     before = page.evaluate("explorer.state()")
+    page.locator("#plane").scroll_into_view_if_needed()
     box = page.locator("#plane .nsewdrag").bounding_box()
     place = (box["x"] + 0.7 * box["width"], box["y"] + 0.4 * box["height"])
     click_plot(page, "document.getElementById('plane')", place)
@@ -199,7 +201,7 @@ def test_dark_mode_is_dark_at_once_and_when_it_is_switched_on(fresh_explorer):
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_phone_shows_all_of_it_and_keeps_the_curves_in_sight_of_the_sliders(fresh_explorer, dark):
-    page = fresh_explorer("#d=8&T=8", width=390, height=844, dark=dark)
+    page = fresh_explorer("#d=8&T=8&process=ar&map=softmax", width=390, height=844, dark=dark)
     page.evaluate("explorer.planeSettled()")
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     sides = page.evaluate(

@@ -4,43 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from explorer_page import CORRECTED, DEFAULT, EXACT, PRINTED, SHOWN, drawn, process_of, python_rho
+from explorer_page import (
+    CORNERS,
+    CORRECTED,
+    DEFAULT,
+    EXACT,
+    PRINTED,
+    SHOWN,
+    drawn,
+    process_of,
+    python_rho,
+    random_states,
+    regimes_of,
+)
 
 from locater import TokenProcess, rho
 from locater.figures import _paper
 from locater.theory import moments, normal_spectrum, regime, regime_map, regime_map_at, simulate
 
 pytest_plugins = ["browser"]
-
-
-def random_states(count, seed):
-    """Settings over the whole range of the sliders and beyond, corners and repeated values among them."""
-    rng = np.random.default_rng(seed)
-    for _ in range(count):
-        d = int(rng.choice([1, 2, 3, 4, 5, 8, 16, 33, 64, 128, 255, 256]))
-        yield DEFAULT | {
-            "mean": float(rng.choice([0, 1, -1]) * 10 ** rng.uniform(-4, 0.7)),
-            "std": float(rng.choice([0, 1, 1]) * 10 ** rng.uniform(-4, 0.7)),
-            "d": d,
-            "T": int(rng.choice([2, 3, 4, 5, 10, 16, 31, 64, 100, 128])),
-            "temperature": None if rng.random() < 0.5 else float(10 ** rng.uniform(-2, 3)),
-            "process": str(rng.choice(["walk", "ar", "independent"])),
-            "decay": float(rng.choice([rng.uniform(-1, 1), 1 - 10 ** rng.uniform(-6, -1), -1, 0, 1])),
-        }
-
-
-CORNERS = [
-    DEFAULT | {"mean": 0.0, "std": 0.0},  # W = 0
-    DEFAULT | {"d": 1},  # one eigenvalue
-    DEFAULT | {"d": 1, "T": 2, "temperature": 0.01},
-    DEFAULT | {"d": 2, "mean": 0.6745, "std": 1.0},  # one of two all but vanishes: the other dominates
-    DEFAULT | {"d": 4, "mean": -2.0, "std": 4.0, "T": 128, "temperature": 0.01},
-    DEFAULT | {"d": 256, "T": 128, "mean": 0.0, "std": 4.0, "temperature": 0.01},
-    DEFAULT | {"d": 256, "T": 128, "mean": 2.0, "std": 0.0},
-    DEFAULT | {"d": 256, "T": 128, "mean": 1e-4, "std": 1e-5, "temperature": 1000.0},
-    DEFAULT | {"d": 3, "process": "ar", "decay": 1.0},  # all tokens are the same: x_i − x̄ = 0
-    DEFAULT | {"process": "ar", "decay": -1.0, "T": 5},
-]
 
 
 def test_rho_in_the_page_is_pythons_by_every_formula(explorer, full):
@@ -125,18 +107,6 @@ def test_the_plane_of_the_limit_shows_the_regimes_of_equation_6(explorer):
     plane = regimes_of(page)
     assert (plane["regimes"] == regime_map(plane["xi"], plane["eta"]).T).all()
     assert len(np.unique(plane["regimes"])) == 5
-
-
-def regimes_of(page):
-    found = page.evaluate(
-        """async () => {
-          const { xi, eta, regimes } = await explorer.planeSettled();
-          const names = Array.from(regimes, (n) => theory.REGIMES[n] ?? ""); // "" where no spectrum is
-          return { xi: Array.from(xi), eta: Array.from(eta), regimes: names };
-        }"""
-    )
-    xi, eta = np.array(found["xi"]), np.array(found["eta"])
-    return {"xi": xi, "eta": eta, "regimes": np.array(found["regimes"]).reshape(len(eta), len(xi))}
 
 
 def test_a_plane_that_is_no_longer_asked_for_is_given_up(explorer):

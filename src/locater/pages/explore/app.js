@@ -8,11 +8,13 @@ function start() {
     flat: "ρ is at least half its highest at both ends",
     vanishing: "ρ is below a tenth at every token",
   };
+  const PROCESSES = { walk: "random walk", ar: "autoregressive", independent: "independent" };
 
   let state = settings.fromHash(location.hash);
   let hidden = new Set();
   let seen = null; // the last curves
   let map = null; // the last regimes
+  const maps = new Map(); // finished ones
   let latency = null; // ms from the last change until it was painted
 
   // ------------------------------------------------------------------ workers
@@ -59,7 +61,7 @@ function start() {
         await painted();
         if (from > 0) latency = performance.now() - from;
         const shown = from > 0 ? `, shown ${latency.toFixed(0)} ms after the change.` : ".";
-        status(`ρ computed in ${seen.elapsed.toFixed(1)} ms${shown}`);
+        status(`ρ and softmax computed in ${seen.elapsed.toFixed(1)} ms${shown}`);
         await others();
       } catch (error) {
         status(`These settings have no answer here: ${error.message}.`);
@@ -110,28 +112,35 @@ function start() {
     const extent = {
       widest, low: 10 ** Math.min(-3, Math.floor(decades)), high: 10 ** Math.max(2, Math.ceil(decades)),
     };
-    const { mode, d, T, process, decay } = state;
-    const asked = mode === "limit" ? { mode } : { mode, d, T, process, ...(process === "ar" ? { decay } : {}) };
+    const { mode, d, T, process, decay, map: kind } = state;
+    const finite = { mode, d, T, process, ...(process === "ar" ? { decay } : {}) };
+    const asked = { map: kind, ...(mode === "finite" ? finite : kind === "rho" ? { mode } : { mode, T }) };
     const key = JSON.stringify([asked, extent]);
     if (key === planeKey) return;
     planeKey = key;
     planeWorker.postMessage({ id: ++planeId }); // gives up what it is at
-    find("plane-panel").classList.add("stale");
     clearTimeout(planeTimer);
+    if (maps.has(key)) return showPlane({ ...maps.get(key), id: planeId });
+    find("plane-panel").classList.add("stale");
     const message = { task: "plane", id: planeId, settings: asked, extent };
     planeTimer = setTimeout(() => planeWorker.postMessage(message), 150); // once the sliders are at rest
   }
 
-  planeWorker.onmessage = async ({ data }) => {
+  planeWorker.onmessage = ({ data }) => {
     if (data.id !== planeId) return;
     if (data.error) return status(`The plane has no answer here: ${data.error}.`);
+    if (data.done) maps.set(planeKey, data);
+    showPlane(data);
+  };
+
+  async function showPlane(data) {
     map = data;
     find("plane-panel").classList.remove("stale");
     await plots.plane(find("plane"), map, seen);
     drawn.map = map;
     listenToPlane();
     if (data.done) planeSettled.splice(0).forEach((resolve) => resolve(data));
-  };
+  }
 
   let listening = false;
   function listenToPlane() {
@@ -149,13 +158,33 @@ function start() {
   // ------------------------------------------------------------------ words
 
   function describe() {
-    const { rho, regime, xi, eta, nu } = seen;
-    const limit = state.mode === "limit";
-    find("regime-chip").textContent = regime;
-    find("regime-chip").style.background = plots.colour(regime);
+    describeRho();
+    describeSoftmax();
+    describePlane();
+    const { xi, eta, nu } = seen;
+    find("xi-value").textContent = number(xi);
+    find("eta-value").textContent = number(eta);
+    find("r-value").textContent = number(eta > 0 ? xi * eta : 0);
+    find("needed").textContent = Math.ceil(xi * xi).toLocaleString("en");
+    find("entropy-caption").innerHTML = state.mode === "limit"
+      ? `For <i>T</i> = ${state.T} keys. No entropy exceeds ln <i>T</i>, as the printed bound does.`
+      : `For <i>T</i> = ${state.T} keys. This spectrum: <i>ν</i> ≈ ${number(nu)} (root mean square of ` +
+        `‖<i>ω</i> − <i>ω̄</i>‖), where entropy ≥ ${theory.entropyLowerBound(nu, state.T, "zhai").toFixed(3)} nats.`;
+  }
+
+  function number(value, digits = 4) {
+    return Number.isFinite(value) ? settings.minus(Number(value.toPrecision(digits))) : "–";
+  }
+
+  function showChip(id, name, words) {
+    find(id).textContent = words;
+    find(id).style.background = plots.regimeColour(name);
+  }
+
+  function describeRho() {
+    const { rho, regime } = seen, limit = state.mode === "limit";
+    showChip("regime-chip", regime, regime);
     find("regime-words").textContent = WORDS[regime];
-    find("rho").setAttribute("aria-label",
-      `Signal propagation probability over relative position: ${regime}, ${WORDS[regime]}`);
     const reference = limit ? rho.asymptotic : rho.exact;
     find("gap-title").textContent = limit ? "gap to corrected" : "gap to exact";
     for (const [form, cell] of Object.entries(gapCells)) {
@@ -165,22 +194,46 @@ function start() {
       else if (rho[form] === reference) cell.textContent = "–";
       else cell.textContent = Math.max(...reference.map((value, i) => Math.abs(value - rho[form][i]))).toFixed(4);
     }
-    const number = (value) => (Number.isFinite(value) ? settings.minus(Number(value.toPrecision(4))) : "–");
-    find("xi-value").textContent = number(xi);
-    find("eta-value").textContent = number(eta);
-    find("r-value").textContent = number(eta > 0 ? xi * eta : 0);
-    find("needed").textContent = Math.ceil(xi * xi).toLocaleString("en");
-    const walk = state.process === "walk";
-    const tokens = walk ? "a random walk" : state.process === "ar" ? "autoregressive tokens" : "independent tokens";
-    find("plane-caption").innerHTML = limit
-      ? "By Eq. (6) corrected, <i>T</i> and <i>d</i> → ∞. Dashed: |<i>ξη</i>| = 2. A click moves there."
-      : `By the exact law for ${tokens} at <i>d</i> = ${state.d}, <i>T</i> = ${state.T}; ` +
-        `${state.d > 1 ? "|<i>ξ</i>| ≤ √<i>d</i>" : "a single eigenvalue has <i>ξ</i> = ±1, the edges"}. ` +
-        `${walk ? "Dashed: |<i>ξη</i>| = 2, from where <i>ρ</i> of Eq. (6) localises. " : ""}A click moves there.`;
-    find("entropy-caption").innerHTML = limit
-      ? `For <i>T</i> = ${state.T} keys. No entropy exceeds ln <i>T</i>, as the printed bound does.`
-      : `For <i>T</i> = ${state.T} keys. This spectrum: <i>ν</i> ≈ ${number(nu)} (root mean square of ` +
-        `‖<i>ω</i> − <i>ω̄</i>‖), where entropy ≥ ${theory.entropyLowerBound(nu, state.T, "zhai").toFixed(3)} nats.`;
+  }
+
+  function describeSoftmax() {
+    const { regime, weights, weightsError, entropy, entropyError } = seen.softmax, T = weights.length;
+    const words = SOFTMAX.words[regime];
+    const width = `${number(Math.exp(entropy), 3)} of ${T} tokens (${PROCESSES[kind()]})`; // as Python's phrase has it
+    showChip("softmax-chip", regime, words);
+    find("softmax-words").textContent = width;
+    find("rho").setAttribute("aria-label",
+      `Over relative position: rho is ${seen.regime}, ${WORDS[seen.regime]}; softmax is ${words}, ${width}`);
+    find("entropy-value").textContent = `${entropy.toFixed(3)} of ${Math.log(T).toFixed(3)} nats`;
+    find("law-caption").innerHTML =
+      `Softmax by ${softmaxLaw()}: the mean of ${attention.SAMPLES.toLocaleString("en")} sequences, drawn once for ` +
+      `all settings. Standard error: entropy ${entropyError.toFixed(4)} nats, weights at most ` +
+      `${Math.max(...weightsError).toFixed(4)}.`;
+  }
+
+  /** How tokens hang together; the limit is the random walk's. */
+  function kind() {
+    return state.mode === "limit" ? "walk" : state.process;
+  }
+
+  function softmaxLaw() {
+    return state.mode === "limit" ? "the three-number law, <i>d</i> → ∞" : "the exact law";
+  }
+
+  function describePlane() {
+    const limit = state.mode === "limit", ofRho = state.map === "rho", subject = ofRho ? "<i>ρ</i>" : "Softmax";
+    const law = ofRho ? (limit ? "Eq. (6) corrected, <i>T</i> and <i>d</i> → ∞" : "the exact law") : softmaxLaw();
+    const size = limit ? (ofRho ? "" : `, <i>T</i> = ${state.T}`) : `, <i>d</i> = ${state.d}, <i>T</i> = ${state.T}`;
+    const reach = state.d > 1 ? "|<i>ξ</i>| ≤ √<i>d</i>" : "a single eigenvalue has <i>ξ</i> = ±1, the edges";
+    const dashed = "Dashed: |<i>ξη</i>| = 2, from where <i>ρ</i> of Eq. (6) localises. ";
+    find("plane-caption").innerHTML = `${subject} by ${law}: ${PROCESSES[kind()]} tokens${size}` +
+      `${limit ? "" : `; ${reach}`}. ${ofRho && kind() === "walk" ? dashed : ""}A click moves there.`;
+    const items = plane.NAMES[state.map].map((name) => {
+      const swatch = `<span class="swatch" style="background:${plots.regimeColour(name)}"></span>`;
+      return `<li title="${WORDS[name] ?? ""}">${swatch}${SOFTMAX.words[name] ?? name}</li>`;
+    });
+    find("regimes").innerHTML = `<li><span>${subject} is</span></li>${items.join("")}`;
+    find("plane").setAttribute("aria-label", `Regimes of ${state.map} over xi and eta, with the current point`);
   }
 
   const gapCells = {};
@@ -196,10 +249,6 @@ function start() {
       plots.rho(find("rho"), seen, hidden);
     });
   }
-  find("regimes").innerHTML = theory.REGIMES
-    .map((name) => [name, `<span class="swatch" style="background:var(--${name})"></span>`])
-    .map(([name, swatch]) => `<li title="${WORDS[name]}">${swatch}${name}</li>`)
-    .join("");
 
   // ------------------------------------------------------------------ controls
 
@@ -243,7 +292,7 @@ function start() {
   });
 
   function applyPreset(preset) {
-    change({ ...settings.DEFAULT, ...preset.set });
+    change({ ...settings.DEFAULT, map: state.map, ...preset.set });
     find("preset").value = settings.PRESETS.indexOf(preset);
     find("preset-note").textContent = settings.NOTES[preset.figure] ?? "";
     find("preset-note").hidden = !(preset.figure in settings.NOTES);

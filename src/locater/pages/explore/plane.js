@@ -1,9 +1,11 @@
-// The regimes over the (ξ, η) plane, coarse first: locater.theory.regime_map_at and regime_map on a grid.
-// Needs theory.js.
+// The regimes over the (ξ, η) plane, coarse first: locater.theory.regime_map_at and regime_map on a grid, or those of
+// softmax. Needs theory.js and attention.js.
 const plane = (() => {
   const COLUMNS = 129, ROWS = 97; // ξ and η; both one more than a multiple of COARSEST
   const COARSEST = 16;
-  const UNKNOWN = -1, NO_SPECTRUM = -2; // beside the indices of theory.REGIMES
+  const UNKNOWN = -1, NO_SPECTRUM = -2; // beside the indices of NAMES
+  const NAMES = { rho: theory.REGIMES, softmax: Object.keys(SOFTMAX.words) };
+  const LATTICES = 4; // of softmax, of 16: the same points everywhere, so borders are smooth
   const TOLERANCE = 1e-4; // of ρ: halving once more squares it, and a regime's borders stay where they are
 
   /** The ξ of the columns, over what |ξ| ≤ √d allows, and the η of the rows, evenly in log η. */
@@ -13,9 +15,22 @@ const plane = (() => {
     return { xi, eta };
   }
 
-  /** A function that names the regime at (ξ, η) for these settings: an index of theory.REGIMES, or NO_SPECTRUM. */
+  /** A function that names the regime at (ξ, η) for these settings: an index of NAMES, or NO_SPECTRUM. */
   function classifier(settings) {
-    const name = (rho) => theory.REGIMES.indexOf(theory.regime(rho));
+    return settings.map === "softmax" ? softmaxClassifier(settings) : rhoClassifier(settings);
+  }
+
+  function softmaxClassifier(settings) {
+    const { mode, d } = settings, temperature = 1;
+    return (xi, eta) => {
+      if (mode !== "limit" && !theory.hasSpectrum(xi, d)) return NO_SPECTRUM;
+      const spectrum = mode === "limit" ? { xi, eta } : theory.spectrumAt(xi, eta, d);
+      return NAMES.softmax.indexOf(attention.law({ ...settings, ...spectrum, temperature }, LATTICES).regime);
+    };
+  }
+
+  function rhoClassifier(settings) {
+    const name = (rho) => NAMES.rho.indexOf(theory.regime(rho));
     if (settings.mode === "limit") {
       const theta = Float64Array.from({ length: 200 }, (_, k) => (k + 0.5) / 200);
       return (xi, eta) => name(theory.rhoCurve(theta, xi, eta, "asymptotic"));
@@ -89,5 +104,5 @@ const plane = (() => {
     });
   }
 
-  return { COLUMNS, ROWS, UNKNOWN, axes, classifier, preview, refine };
+  return { COLUMNS, NAMES, ROWS, UNKNOWN, axes, classifier, preview, refine };
 })();

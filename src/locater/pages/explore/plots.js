@@ -1,5 +1,5 @@
 // The four pictures, each a function of what is to be seen. Colours come from the style sheet, light or dark.
-// Needs theory.js and plotly.js.
+// Needs theory.js, plane.js and plotly.js.
 const plots = (() => {
   const FORMS = {
     exact: { name: "exact law", dash: "solid", width: 2.6 },
@@ -7,11 +7,20 @@ const plots = (() => {
     asymptotic: { name: "Eq. (6) corrected", dash: "dashdot", width: 2 },
     printed: { name: "Eq. (6) printed", dash: "dash", width: 2 },
   };
+  // Softmax's regimes in colours of ρ's: what is near the query is late.
+  const SHADES = {
+    uniform: "flat", "local near": "late", "local far": "early", "local anywhere": "middle",
+    "collapsed itself": "itself", "collapsed others": "vanishing",
+  };
   const CONFIG = { displayModeBar: false, scrollZoom: false };
   const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif';
 
   function colour(name) {
     return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  }
+
+  function regimeColour(name) {
+    return colour(SHADES[name] ?? name);
   }
 
   function axis(title, more = {}) {
@@ -41,8 +50,8 @@ const plots = (() => {
     return { showlegend: true, legend: { x, y: 1, xanchor, yanchor: "top", ...look } };
   }
 
-  /** ρ over θ by every formula that is known and not hidden. */
-  function rho(div, { theta, rho: curves }, hidden) {
+  /** ρ over θ by every formula that is known and not hidden, and below it softmax's weights. */
+  function rho(div, { theta, rho: curves, softmax: { weights } }, hidden) {
     const discrete = "exact" in curves;
     const traces = Object.keys(FORMS).reverse().filter((form) => form in curves).map((form) => {
       const { name, dash, width } = FORMS[form];
@@ -55,18 +64,31 @@ const plots = (() => {
       });
     });
     const x = axis("relative position <i>θ</i> = <i>i</i>/<i>T</i>", { range: [0, 1.01], hoverformat: ".3f" });
-    const y = axis("<i>ρ</i>", { range: [-0.03, 1.04] });
-    return Plotly.react(div, traces, layout(div, x, y, { hovermode: "x unified" }), CONFIG);
+    const y = axis("<i>ρ</i>", { range: [-0.03, 1.04], domain: [0.4, 1] });
+    const T = weights.length, even = 1 / T, top = 1.12 * Math.max(1.5 * even, ...weights);
+    const yaxis2 = axis("", { range: [0, top], domain: [0, 0.26], nticks: 4 });
+    const hue = colour("softmax"), thickness = Math.max(1.5, (0.6 * (div.clientWidth - 62)) / T);
+    const bars = { type: "data", symmetric: false, array: [0], arrayminus: weights, color: hue, thickness, width: 0 };
+    traces.push(line("softmax", Array.from(weights, (_, i) => (i + 1) / T), weights, "solid", 0, hue, {
+      yaxis: "y2", mode: "markers", marker: { size: 1, color: hue }, error_y: bars, hovertemplate: "%{y:.3g}",
+    }));
+    const dotted = { width: 1, dash: "dot", color: colour("soft") };
+    const shapes = [{ type: "line", yref: "y2", x0: 0, x1: 1.01, y0: even, y1: even, line: dotted }];
+    const annotations = [{
+      text: "<b>softmax</b>: expected weight; dotted 1/<i>T</i>", showarrow: false, font: { size: 12, color: hue },
+      xref: "paper", x: 0, xanchor: "left", yref: "paper", y: 0.27, yanchor: "bottom",
+    }];
+    const more = { yaxis2, shapes, annotations, hovermode: "x unified", hoversubplots: "axis" };
+    return Plotly.react(div, traces, layout(div, { ...x, anchor: "y2" }, y, more), CONFIG);
   }
 
   /** The regimes over (ξ, η) as far as they are known, and the current point. The vertical axis is log₁₀ η. */
-  function plane(div, { xi, eta, regimes, walk, done }, point) {
-    const names = theory.REGIMES;
-    const height = Array.from(eta, Math.log10);
+  function plane(div, { xi, eta, regimes, names, localises, done }, point) {
+    const words = names.map((name) => SOFTMAX.words[name] ?? name), height = Array.from(eta, Math.log10);
     const rows = height.map((_, r) => Array.from(xi, (_, c) => regimes[r * xi.length + c]));
     const place = (c, r) => `<i>ξ</i> = ${xi[c].toPrecision(3)}, <i>η</i> = ${eta[r].toPrecision(3)}`;
-    const text = () => rows.map((row, r) => row.map((found, c) => `${place(c, r)}: ${names[found] ?? "no spectrum"}`));
-    const shades = ["unknown", ...names].map(colour); // for −1 and below, 0, 1, …
+    const text = () => rows.map((row, r) => row.map((found, c) => `${place(c, r)}: ${words[found] ?? "no spectrum"}`));
+    const shades = ["unknown", ...names].map(regimeColour); // for −1 and below, 0, 1, …
     const scale = shades.flatMap((shade, k) => [[k / shades.length, shade], [(k + 1) / shades.length, shade]]);
     const map = {
       type: "heatmap", x: xi, y: height, z: rows, zmin: -1.5, zmax: names.length - 0.5, colorscale: scale,
@@ -79,9 +101,13 @@ const plots = (() => {
     const y = axis("<i>η</i> = √tr <i>W</i>² / <i>λ</i>", {
       range: [low, high], showgrid: false, tickvals: decades, ticktext: decades.map((n) => `10${superscript(n)}`),
     });
-    const annotations = [...labels({ xi, height, regimes }), ...(walk ? [thresholdLabel(widest, low, high)] : [])];
+    const annotations = labels({ xi, height, regimes, names }), traces = [map];
+    if (localises) {
+      traces.push(...threshold(widest, low, high));
+      annotations.push(thresholdLabel(widest, low, high));
+    }
     const more = { annotations, shapes: mark(point), hovermode: "closest" };
-    return Plotly.react(div, [map, ...(walk ? threshold(widest, low, high) : [])], layout(div, x, y, more), CONFIG);
+    return Plotly.react(div, traces, layout(div, x, y, more), CONFIG);
   }
 
   function superscript(n) {
@@ -119,11 +145,12 @@ const plots = (() => {
   }
 
   /** Each regime's name where there is most room for it: far from the others, and of such places the most central. */
-  function labels({ xi, height, regimes }) {
-    const columns = xi.length, rows = height.length, reach = 14; // half a name's width in columns
+  function labels({ xi, height, regimes, names }) {
+    const columns = xi.length, rows = height.length, reach = 16; // half a name's width in columns
     const room = distances(regimes, columns, rows);
-    return theory.REGIMES.flatMap((name, k) => {
-      let best = -1, score = 4;
+    return names.flatMap((name, k) => {
+      const text = name.replace("collapsed ", "collapsed on ").replace(" ", "<br>");
+      let best = -1, score = Math.max(...text.split("<br>").map((part) => part.length)); // what a name needs
       for (let n = 0; n < regimes.length; n++) {
         const c = n % columns, side = Math.min(c, columns - 1 - c);
         if (regimes[n] !== k || side < reach) continue;
@@ -132,7 +159,7 @@ const plots = (() => {
       }
       if (best < 0) return [];
       const c = best % columns, r = (best - c) / columns;
-      return [{ x: xi[c], y: height[r], text: `<b>${name}</b>`, showarrow: false, font: { size: 13 } }];
+      return [{ x: xi[c], y: height[r], text: `<b>${text}</b>`, showarrow: false, font: { size: 13 } }];
     });
   }
 
@@ -184,7 +211,8 @@ const plots = (() => {
     const curve = (key, name, dash, hue) =>
       line(name, x, weights.map((weight) => weight[key]), dash, 2, hue, { hovertemplate: "%{y:.4f}" });
     const traces = [
-      curve("sparsemax", "sparsemax", "dot", colour("gaussian")), curve("softmax", "softmax", "solid", colour("ink")),
+      curve("sparsemax", "sparsemax", "dot", colour("gaussian")),
+      curve("softmax", "softmax", "solid", colour("softmax")),
       curve("piecewise", "piecewise linear", "solid", colour("exact")),
     ];
     const xaxis = axis("<i>ω</i>₁, the other logits at 0", { range: [-reach, reach], hoverformat: ".2f" });
@@ -193,5 +221,5 @@ const plots = (() => {
     return Plotly.react(div, traces, layout(div, xaxis, yaxis, more), CONFIG);
   }
 
-  return { FORMS, colour, entropy, movePoint, plane, rho, softmax };
+  return { FORMS, entropy, movePoint, plane, regimeColour, rho, softmax };
 })();

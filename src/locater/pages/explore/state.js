@@ -30,9 +30,10 @@ const settings = (() => {
     xi: { ...cubic(600, -200), least: -1e4, most: 1e4 },
     eta: { ...logarithmic(1e-3, 100), least: 1e-6, most: 1e6 },
   };
-  const CHOICES = { mode: ["finite", "limit"], process: ["walk", "ar", "independent"] };
+  const CHOICES = { mode: ["finite", "limit"], process: ["walk", "ar", "independent"], map: ["rho", "softmax"] };
   const DEFAULT = {
     mode: "finite", mean: 0.3, std: 0.1, d: 128, T: 40, temperature: null, process: "walk", decay: 0.9, xi: 5, eta: 0.3,
+    map: "rho",
   };
 
   const PRESETS = [];
@@ -71,6 +72,7 @@ const settings = (() => {
     const names = state.mode === "limit" ? ["mode", "xi", "eta", "T"] : ["mean", "std", "d", "T", "process"];
     if (state.mode !== "limit" && state.process === "ar") names.push("decay");
     if (state.mode !== "limit" && state.temperature !== null) names.push("temperature");
+    if (state.map !== DEFAULT.map) names.push("map");
     return "#" + new URLSearchParams(names.map((name) => [name, String(state[name])]));
   }
 

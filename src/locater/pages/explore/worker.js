@@ -1,4 +1,4 @@
-// Two of these run: one for the curves, one for the plane. Needs theory.js and plane.js.
+// Two of these run: one for the curves, one for the plane. Needs theory.js, attention.js and plane.js.
 //
 // {task: "curves", id, settings} is answered once; {task: "plane", id, settings, extent} as often as there is something
 // new to show, and given up as soon as another message arrives.
@@ -21,14 +21,15 @@ function answer({ id, settings }, work) {
   }
 }
 
-/** ρ by every formula that applies, and what is read off it. */
+/** ρ by every formula that applies, softmax, and what is read off them. */
 function curves(settings) {
   if (settings.mode === "limit") {
     const theta = Float64Array.from({ length: 1001 }, (_, k) => k / 1000);
     const [asymptotic, printed] = ["asymptotic", "printed"].map((form) =>
       theory.rhoCurve(theta, settings.xi, settings.eta, form));
     const { xi, eta } = settings;
-    return { theta, rho: { asymptotic, printed }, xi, eta, regime: theory.regime(asymptotic) };
+    const regime = theory.regime(asymptotic);
+    return { theta, rho: { asymptotic, printed }, xi, eta, regime, softmax: attention.law(settings) };
   }
   const { mean, std, d, T, temperature } = settings;
   const eigenvalues = theory.normalSpectrum(mean, std, d);
@@ -45,6 +46,7 @@ function curves(settings) {
     xi: trace / Math.sqrt(square),
     eta: Math.sqrt(square) / temperature,
     regime: theory.regime(exact),
+    softmax: attention.law(settings),
     nu: theory.logitNorm(eigenvalues, process, temperature),
   };
 }
@@ -53,7 +55,8 @@ async function fill({ id, settings, extent }) {
   const { xi, eta } = plane.axes(extent);
   const regimes = new Int8Array(xi.length * eta.length).fill(plane.UNKNOWN);
   const walk = settings.mode === "limit" || settings.process === "walk";
-  const show = (done) => self.postMessage({ id, xi, eta, regimes: plane.preview(regimes), walk, done });
+  const about = { id, names: plane.NAMES[settings.map], localises: walk && settings.map === "rho" };
+  const show = (done) => self.postMessage({ ...about, xi, eta, regimes: plane.preview(regimes), done });
   try {
     const classify = plane.classifier(settings);
     let rested = performance.now(), shown = rested, pass = null;
