@@ -141,7 +141,7 @@ def test_the_page_shows_the_weights_the_entropy_and_pythons_phrase(explorer, has
     assert entropy == f"{found['entropy']:.3f} of {np.log(state['T']):.3f} nats"
     caption = page.locator("#law-caption").inner_text()
     assert ("three-number law" if state["mode"] == "limit" else "exact law") in caption
-    assert f"entropy {found['entropyError']:.4f} nats" in caption
+    assert f"{found['entropyError']:.4f} nats of entropy" in caption
 
 
 def test_softmax_looks_at_the_last_tokens_where_rho_is_high_in_the_middle(explorer):

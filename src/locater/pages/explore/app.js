@@ -205,10 +205,11 @@ function start() {
     find("rho").setAttribute("aria-label",
       `Over relative position: rho is ${seen.regime}, ${WORDS[seen.regime]}; softmax is ${words}, ${width}`);
     find("entropy-value").textContent = `${entropy.toFixed(3)} of ${Math.log(T).toFixed(3)} nats`;
+    const error = (value) => (value < 1e-4 ? "below 0.0001" : value.toFixed(4));
     find("law-caption").innerHTML =
       `Softmax by ${softmaxLaw()}: the mean of ${attention.SAMPLES.toLocaleString("en")} sequences, drawn once for ` +
-      `all settings. Standard error: entropy ${entropyError.toFixed(4)} nats, weights at most ` +
-      `${Math.max(...weightsError).toFixed(4)}.`;
+      `all settings. Standard error: ${error(entropyError)} nats of entropy, ` +
+      `${error(Math.max(...weightsError))} of a weight at most.`;
   }
 
   /** How tokens hang together; the limit is the random walk's. */
