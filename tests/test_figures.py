@@ -1,4 +1,4 @@
-"""Figures 1 to 5: three files each, all or none, and data that says what the figure claims."""
+"""Figures 1 to 5 and those of softmax: three files each, all or none, and data that says what the figure claims."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ import numpy as np
 import pytest
 
 from locater import LocaterError
-from locater.figures import FIGURES, FROM_RUNS, draw
+from locater.figures import FIGURES, FROM_RUNS, OF_SOFTMAX, _softmax, draw
+from locater.theory import ATTENTION_REGIMES
 
-FROM_THEORY = [number for number in FIGURES if number not in FROM_RUNS]
+FROM_THEORY = [*(number for number in FIGURES if number not in FROM_RUNS), *OF_SOFTMAX]
 
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
     folder = tmp_path_factory.mktemp("figures")
-    return {number: draw(number, folder) for number in FROM_THEORY}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_softmax, "_GRID", (13, 9))  # half a minute less
+        return {which: draw(which, folder) for which in FROM_THEORY}
 
 
-@pytest.mark.parametrize("number", FROM_THEORY)
-def test_a_figure_is_a_picture_a_drawing_and_its_data(drawn, number):
-    png, svg, data = drawn[number]
+@pytest.mark.parametrize("which", FROM_THEORY)
+def test_a_figure_is_a_picture_a_drawing_and_its_data(drawn, which):
+    png, svg, data = drawn[which]
     content = png.read_bytes()
     assert content.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", content[16:24])
     assert width >= 900
     assert height >= 500
     assert xml.etree.ElementTree.parse(svg).getroot().tag.endswith("svg")
-    assert json.loads(data.read_text())["figure"] == number
-    assert {path.name for path in png.parent.iterdir()} >= {
-        f"figure-{number}.{kind}" for kind in ("png", "svg", "json")
-    }
+    assert json.loads(data.read_text())["figure"] == which
+    name = which if isinstance(which, str) else f"figure-{which}"
+    assert [path.name for path in drawn[which]] == [f"{name}.{kind}" for kind in ("png", "svg", "json")]
     assert not [path for path in png.parent.iterdir() if path.name.startswith(".")]
 
 
@@ -66,6 +68,28 @@ def test_figure_5_draws_the_exact_law_through_the_simulated_points(drawn):
                 assert gap.max() < 5 * np.sqrt(0.25 / 3000)
 
 
+def test_the_spectra_show_every_regime_of_softmax_and_the_law_through_the_points(drawn):
+    data = load(drawn, "spectra")
+    shown = [spectrum["regime"].partition(":")[0] for spectrum in data["spectra"]]
+    assert sorted(shown) == sorted(ATTENTION_REGIMES.values())
+    for spectrum in data["spectra"]:
+        exact, counted = (np.array(spectrum["weights"][name]) for name in ("exact", "simulated"))
+        error = np.sqrt(exact * (1 - exact) / data["walks"])  # at most: a weight is within 0 and 1
+        assert (np.abs(exact - counted) < 4 * error + 1 / data["walks"]).all()
+        assert sum(spectrum["weights"]["exact"]) == pytest.approx(1, abs=1e-9)
+
+
+def test_the_regimes_of_the_three_processes_are_the_same_rule_over_other_numbers(drawn):
+    data = load(drawn, "regimes")
+    middle = len(data["trace"]) // 2
+    for process in _softmax.PROCESSES:
+        names, share = np.array(data[process]["name"]), np.array(data[process]["entropy_share"])
+        assert (names[share >= 0.9] == "uniform").all()
+        assert (np.char.startswith(names, "collapsed") == (share <= 0.1)).all()
+        assert names[middle][0] == "uniform"
+        assert names[middle][-1] == "collapsed others"
+
+
 def test_a_folder_that_cannot_be_written_is_named_before_any_work(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(LocaterError, match=r"cannot write into the folder .*file"):
@@ -74,6 +98,6 @@ def test_a_folder_that_cannot_be_written_is_named_before_any_work(tmp_path):
 
 
 def test_an_unknown_figure_is_refused(tmp_path):
-    with pytest.raises(LocaterError, match=r"figure must be one of .*, 11, 12, got 13"):
+    with pytest.raises(LocaterError, match=r"figure must be one of .*, 11, 12, spectra, regimes, got 13"):
         draw(13, tmp_path / "new")
     assert not (tmp_path / "new").exists()

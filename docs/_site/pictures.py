@@ -1,8 +1,8 @@
 """The pictures of docs/images that the package draws: python docs/_site/pictures.py
 
-spectra.png is drawn here, figure-3 to -7 are those of `locater figure`, collapse.png is made by the code of
-docs/tutorial.md. All are brought down to 256 colours, which a plot does not exceed by much; with the names of PNG
-files, only that is done to them.
+spectra, regimes and figure-3 to -7 are those of `locater figure`, collapse.png is made by the code of docs/tutorial.md.
+All are brought down to 256 colours, which a plot does not exceed by much; with the names of PNG files, only that is
+done to them.
 """
 
 from __future__ import annotations
@@ -13,60 +13,25 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
-from matplotlib.figure import Figure
 from PIL import Image
 
-from locater.figures import draw, style
-from locater.theory import TokenProcess, normal_spectrum, regime, rho
+from locater.figures import draw
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "docs" / "images"
 RUNS = ROOT / "results" / "paper-d128-l1"
-BLUE, ORANGE = "#0072B2", "#E69F00"
-
-SPECTRA = {  # mean and standard deviation of 128 eigenvalues
-    "nothing there": (0.0, 0.002),
-    "a mean above zero": (0.07, 0.03),
-    "a larger mean": (0.4, 0.05),
-    "a mean below zero": (-0.07, 0.03),
-    "no mean, much spread": (0.0, 25.0),
-}
+FIGURES: dict[int | str, Path | None] = {
+    "spectra": None, "regimes": None, 3: None, 4: None, 5: None, 6: RUNS, 7: RUNS,
+}  # fmt: skip
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        spectra(folder / "spectra.png")
-        figures = (3, None), (4, None), (5, None), (6, RUNS), (7, RUNS)
-        for number, runs in figures:
-            draw(number, folder, runs=runs)
+        drawn = [draw(which, folder, runs=runs)[0] for which, runs in FIGURES.items()]
         tutorial(folder)
-        for picture in ("spectra", *(f"figure-{number}" for number, _ in figures), "collapse"):
-            shrink(folder / f"{picture}.png", IMAGES / f"{picture}.png")
-
-
-def spectra(path: Path, tokens: int = 40, dim: int = 128) -> None:
-    """Above, eigenvalues; below, ρ of each token: the exact law, and counted in 2,000 walks."""
-    walk, temperature = TokenProcess.random_walk(tokens), np.sqrt(dim)
-    with style():
-        figure = Figure(figsize=(9.6, 3.7), layout="constrained")
-        axes = figure.subplots(2, len(SPECTRA), height_ratios=(1, 2.2), sharey="row")
-        for (above, below), (title, (mean, std)) in zip(axes.T, SPECTRA.items(), strict=True):
-            eigenvalues = normal_spectrum(mean, std, dim)
-            law = rho(eigenvalues, walk, temperature)
-            counted = rho(eigenvalues, walk, temperature, "montecarlo", samples=2000)
-            reach = max(0.6, 1.1 * float(np.abs(eigenvalues).max()))
-            above.hist(eigenvalues, bins=np.linspace(-reach, reach, 41), color=ORANGE)
-            above.axvline(0, color="#555555", linewidth=0.7)
-            above.set(title=title, yticks=(), xlim=(-reach, reach))
-            below.plot(np.arange(1, tokens + 1), law, color=BLUE)
-            below.plot(np.arange(1, tokens + 1), counted, "o", color=BLUE, markersize=2.5)
-            below.set(xlabel="token", ylim=(-0.04, 1.04))
-            below.set_title(str(regime(law)), weight="bold")
-        axes[0, 0].set_ylabel("eigenvalues")
-        axes[1, 0].set_ylabel(r"$\rho$: on the slope of" + "\nthe paper's softmax")
-        figure.savefig(path, dpi=150)
+        for picture in (*drawn, folder / "collapse.png"):
+            shrink(picture, IMAGES / picture.name)
 
 
 def tutorial(folder: Path) -> None:

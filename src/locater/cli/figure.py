@@ -1,4 +1,4 @@
-"""The command `figure`: the paper's figures."""
+"""The command `figure`: the paper's figures, and those of softmax's own law."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ __all__ = ["figure_command"]
 
 
 def figure_command(
-    number: Annotated[int, typer.Argument(help="1 to 12, the paper's numbering.")],
+    which: Annotated[str, typer.Argument(help="1 to 12, the paper's numbering; of softmax: spectra, regimes.")],
     out: OutOption = Path("figures"),
     runs: Annotated[
         Path | None, typer.Option("--runs", metavar="DIR", help="For 6 to 12: the folder of a sweep.")
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Draw a figure of the paper: PNG, SVG and the data as JSON."""
+    """Draw a figure of the paper, or of softmax's law: PNG, SVG and the data as JSON."""
     from locater.figures import draw
 
-    with terminal.progress(f"figure {number}") as progress:
-        written = draw(number, out, progress, runs=runs)
+    figure = int(which) if which.isdecimal() and len(which) < 9 else which
+    with terminal.progress(f"figure {which}") as progress:
+        written = draw(figure, out, progress, runs=runs)
     if json_file is not None:
-        terminal.write_json(json_file, {"figure": number, "files": [str(path) for path in written]})
+        terminal.write_json(json_file, {"figure": figure, "files": [str(path) for path in written]})
     if json_file != "-":
         for path in written:
             print(path)

@@ -1,4 +1,4 @@
-"""One function per figure of the paper, and `draw`, which writes it as PNG, SVG and JSON."""
+"""One function per figure of the paper and of softmax's law, and `draw`, which writes it as PNG, SVG and JSON."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from locater.measure.reading import Reading
     from locater.models import Scan
 
-__all__ = ["FIGURES", "FROM_RUNS", "draw", "draw_arena", "draw_measure", "draw_run", "draw_scan"]
+__all__ = ["FIGURES", "FROM_RUNS", "OF_SOFTMAX", "draw", "draw_arena", "draw_measure", "draw_run", "draw_scan"]
 
 FIGURES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)
 FROM_RUNS = (6, 7, 8, 9, 10, 11, 12)
 """Those that show trained models: they need the folder of a sweep."""
+OF_SOFTMAX = ("spectra", "regimes")
+"""What the paper does not have: softmax's own law, for six spectra and over all traces and scales."""
 
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -42,22 +44,23 @@ _STYLE: dict[Any, Any] = {
 
 
 def draw(
-    number: int,
+    which: int | str,
     out: str | Path,
     progress: Callable[[float], None] | None = None,
     runs: str | Path | None = None,
 ) -> list[Path]:
-    """Draws figure `number` into the folder `out`: figure-N.png, .svg and .json. All three, or none.
+    """Draws a figure of the paper, by its number, or one of `OF_SOFTMAX` into the folder `out`: PNG, SVG and JSON.
 
-    Figures 6 to 12 show the sweep in the folder `runs`.
+    All three, or none. Figures 6 to 12 show the sweep in the folder `runs`.
     """
-    if number not in FIGURES:
-        raise LocaterError(f"figure must be one of {', '.join(map(str, FIGURES))}, got {number}")
-    make = _from_runs(number, runs) if number in FROM_RUNS else _from_theory(number)
+    if which not in (*FIGURES, *OF_SOFTMAX):
+        raise LocaterError(f"figure must be one of {', '.join(map(str, (*FIGURES, *OF_SOFTMAX)))}, got {which}")
+    make = _from_runs(which, runs) if isinstance(which, int) and which in FROM_RUNS else _from_theory(which)
+    name = which if isinstance(which, str) else f"figure-{which}"
 
     def drawn() -> dict[str, Drawing]:
         drawing = make(progress or (lambda _: None))
-        return {f"figure-{number}": replace(drawing, data={"figure": number} | (drawing.data or {}))}
+        return {name: replace(drawing, data={"figure": which} | (drawing.data or {}))}
 
     return _write(out, drawn)
 
@@ -96,10 +99,12 @@ def draw_measure(seen: Reading, title: str, out: str | Path) -> list[Path]:
     return _write(out, lambda: {name: Drawing(make(seen, title)) for name, make in makers.items()})
 
 
-def _from_theory(number: int) -> Callable[[Progress], Drawing]:
-    from locater.figures import _paper
+def _from_theory(which: int | str) -> Callable[[Progress], Drawing]:
+    from locater.figures import _paper, _softmax
 
-    make: Callable[[Progress], Drawing] = getattr(_paper, f"figure_{number}")
+    make: Callable[[Progress], Drawing] = (
+        getattr(_softmax, which) if isinstance(which, str) else getattr(_paper, f"figure_{which}")
+    )
     return make
 
 

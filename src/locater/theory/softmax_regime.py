@@ -77,15 +77,24 @@ def independent_regimes(
     By the three-number law for independent tokens of variance 1, the last of which is the query: quadrature alone, a
     fraction of a millisecond a head.
     """
-    given = GivenQuery.of(TokenProcess.independent(tokens))
-    numbers = np.broadcast_arrays(*traces(trace, trace_square, scale))
-    temperature = check.positive("temperature", temperature)
-    own, entropy = np.empty(numbers[0].shape), np.empty(numbers[0].shape)
+    share, own, near = _independent(
+        traces(trace, trace_square, scale), GivenQuery.of(TokenProcess.independent(tokens)), temperature
+    )
+    return _rule(share, own, near), share * np.log(tokens)
+
+
+def _independent(
+    numbers: tuple[Array, Array, Array], given: GivenQuery, temperature: float
+) -> tuple[Array, Array, Array]:
+    """Share of the entropy, own weight, and weight on the nearer half, of independent tokens of variance 1."""
+    temperature, others = check.positive("temperature", temperature), given.tokens - 1
+    spread = np.broadcast_arrays(*numbers)
+    own, entropy = np.empty(spread[0].shape), np.empty(spread[0].shape)
     for index in np.ndindex(own.shape):
-        scalars = scalars_of(given, temperature, *(float(x[index]) for x in numbers))
-        own[index], entropy[index] = own_weight_and_entropy(*scalars, tokens - 1)
-    near = own + (1 - own) * ((tokens + 1) // 2 - 1) / (tokens - 1)
-    return _rule(entropy / np.log(tokens), own, near), entropy
+        scalars = scalars_of(given, temperature, *(float(each[index]) for each in spread))
+        own[index], entropy[index] = own_weight_and_entropy(*scalars, others)
+    near = own + (1 - own) * ((given.tokens + 1) // 2 - 1) / others
+    return entropy / np.log(given.tokens), own, near
 
 
 def _names(law: AttentionLaw) -> NDArray[np.str_]:
@@ -136,6 +145,9 @@ def attention_map(
     if (eta < 0).any() or not -1 <= symmetry <= 1:
         raise LocaterError("scale must not be negative, and symmetry within ±1")
     square = np.broadcast_to(eta**2, (len(r), len(eta)))
-    law = attention_from_traces(r[:, None], symmetry * square, square, process, 1.0, samples=samples)
-    own = law.weights[..., law.query]
-    return AttentionMap(r, eta, _names(law), law.entropy_share, own, _near(law), law.tokens, law.process)
+    if process.kind == "independent":
+        share, own, near = _independent((r[:, None], symmetry * square, square), GivenQuery.of(process), 1.0)
+    else:
+        law = attention_from_traces(r[:, None], symmetry * square, square, process, 1.0, samples=samples)
+        share, own, near = law.entropy_share, law.weights[..., law.query], _near(law)
+    return AttentionMap(r, eta, _rule(share, own, near), share, own, near, process.tokens, process.kind)
