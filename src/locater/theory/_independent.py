@@ -22,7 +22,7 @@ from locater.theory._checks import Array
 _STEP = 0.3
 _LEAST, _MOST = -4.0, 38.0  # a Gumbel variable is below or above with probability e^−54 and e^−38
 _SPREAD = 9.0  # a standard normal is beyond with probability 1e-19
-MOST_SPREAD = 200.0  # of the others' logits, for which the grid is still short
+MOST_SPREAD = 8.0  # of the logits, for which the grids are still short; beyond, sampling is as good
 
 
 def expected(a: Array, v: Array, others: int) -> Array:
@@ -72,7 +72,7 @@ def _at(a: Array, v: float, others: int) -> tuple[Array, Array, Array, Array]:
     with np.errstate(divide="ignore", under="ignore"):
         logs = np.log(below)
         power = {lost: np.exp((others - lost) * logs) if others >= lost else np.zeros_like(x) for lost in (0, 1, 2)}
-        e = np.exp(np.minimum(a[:, None] - x, 700.0))  # (A, X): e^(a−x)
+        e = np.exp(np.minimum(a[:, None] - x, 300.0))  # (A, X): e^(a−x); exp of minus that is zero
         cut = np.exp(-e)
         own = e * cut
     weighted = others * with_logit * power[1]  # of the others' Σ p ω, but for A(x)

@@ -308,7 +308,7 @@ def _exact_logits(
 def _three_number(given: GivenQuery, mean: float, variance: float, b: float, points: int, seed: int) -> AttentionLaw:
     values = [_statistics(logits, given) for logits in three_number_logits(given, mean, variance, b, points, seed)]
     estimate, error = Strata.none().estimate(values, [np.zeros(points)] * REPLICATES)
-    if _summable(given, b):
+    if _summable(given, b) and np.sqrt(variance) <= 10 * integrals.MOST_SPREAD:
         v = b * given.covariance.max()
         estimate = _integrated(given, estimate, integrals.expected_of_normal(mean, variance, v, given.tokens - 1))
         error = _integrated(given, error, np.zeros(4)) * (np.arange(len(error)) == given.tokens + 2)
