@@ -10,7 +10,7 @@ import torch
 import transformers as tf
 from test_measure_cli import ids_of, run, save_llama, save_tokenizer
 
-from locater.measure import predict
+from locater.measure import agreement, predict
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,10 @@ def place(tmp_path_factory):
 def test_the_json_holds_the_predictions_of_the_sequences_that_were_read(place, tmp_path, capsys):
     out = tmp_path / "out.json"
     arguments = (place / "llama", "--text", place / "text.txt", "--length", 10, "--device", "cpu", "--json", out)
-    assert run(*arguments, "--predict") == 0
-    capsys.readouterr()
+    assert run(*arguments, "--predict", "--plot", tmp_path / "pictures") == 0
+    shown = capsys.readouterr().out
+    assert all(words in shown for words in ("general", "separable", "three-number", "rank correlation"))
+    assert (tmp_path / "pictures" / "measure-predicted.png").exists()
     written = json.loads(out.read_text())
     model = tf.AutoModel.from_pretrained(place / "llama", dtype=torch.float32).eval()
     expected = predict(model, ids_of((place / "text.txt").read_text()).view(-1, 10).split(8))
@@ -40,6 +42,17 @@ def test_the_json_holds_the_predictions_of_the_sequences_that_were_read(place, t
             np.testing.assert_allclose(found[law], getattr(one, law), atol=1e-6)
         assert found["errors"] == pytest.approx(one.errors(), abs=1e-6)
         assert found["sampling_error"] == pytest.approx(one.sampling_error())
+        (softmax,), (its_own,) = found["attention"], one.attention
+        assert softmax["query"] == its_own.query == 9
+        np.testing.assert_allclose(softmax["entropy"]["measured"], its_own.entropy, atol=1e-6)
+        np.testing.assert_allclose(softmax["entropy"]["error"], its_own.entropy_error, atol=1e-6)
+        np.testing.assert_allclose(softmax["weights"]["measured"], its_own.weights, atol=1e-6)
+        for law, made in its_own.laws.items():
+            np.testing.assert_allclose(softmax["entropy"][law], made.entropy, atol=1e-4)
+            np.testing.assert_allclose(softmax["weights"][law], made.weights, atol=1e-4)
+    rows = {row["law"]: row for row in written["entropy_agreement"]}
+    for row in agreement(expected):
+        assert rows[row.law]["median"] == pytest.approx(row.median, abs=1e-4)
     assert run(*arguments) == 0
     assert "predicted" not in json.loads(out.read_text())
 

@@ -18,8 +18,9 @@ from locater.io import read_file
 
 if TYPE_CHECKING:
     import pandas as pd
+    from rich.console import Console
 
-    from locater.measure import Alarm
+    from locater.measure import Alarm, Prediction
     from locater.measure.reading import Reading
 
 __all__ = ["measure_command"]
@@ -34,13 +35,16 @@ def measure_command(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU if there is one.")] = None,
     top: Annotated[int, typer.Option(min=1, help="How many heads to show.")] = 10,
     predicting: Annotated[
-        bool, typer.Option("--predict", help="Predict ρ from half of the sequences beside what the others measure.")
+        bool,
+        typer.Option("--predict", help="Predict entropy, weights and ρ from half of the sequences, for the others."),
     ] = False,
     since: Annotated[
         Path | None,
         typer.Option("--since", metavar="JSON", help="An earlier measurement of this text: what has collapsed since?"),
     ] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="DIR", help="Draw maps and positions.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="DIR", help="Draw maps, positions and predictions.")
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Entropy, largest logit and ρ of every head of a model while it reads a text."""
@@ -118,6 +122,31 @@ def _print(model: str, seen: Reading, top: int) -> None:
         terminal.table(_shown(seen.layers, columns), "layers: heads averaged, largest logit", box=SIMPLE_HEAD)
     )
     console.print("entropy in nats, averaged over queries; its share is of ln(keys that the query sees).")
+    if seen.predicted:
+        _print_agreement(console, seen.predicted)
+
+
+def _print_agreement(console: Console, predicted: Sequence[Prediction]) -> None:
+    from locater.measure import agreement
+
+    found = agreement(predicted)
+    rows = [
+        {
+            "law": row.law,
+            "heads": row.heads,
+            "median error": row.median,
+            "90th percentile": row.percentile_90,
+            "rank correlation": row.rank_correlation,
+        }
+        for row in found
+    ]
+    position = predicted[0].attention[0].query + 1
+    console.print(terminal.table(rows, f"predicted entropy of token {position}, nats", box=SIMPLE_HEAD))
+    console.print(
+        f"Estimated from half of the sequences, measured in the other {predicted[0].sequences}: "
+        f"a perfect law would have a median error of {found[0].floor:.3f}.",
+        highlight=False,
+    )
 
 
 def _print_alarms(alarms: Sequence[Alarm], since: Path | None) -> None:

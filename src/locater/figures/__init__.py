@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +18,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from locater.figures._paper import Drawing, Progress
+    from locater.measure import Prediction
     from locater.measure.reading import Reading
     from locater.models import Scan
 
-__all__ = ["FIGURES", "FROM_RUNS", "OF_SOFTMAX", "draw", "draw_arena", "draw_measure", "draw_run", "draw_scan"]
+__all__ = [
+    "FIGURES",
+    "FROM_RUNS",
+    "OF_SOFTMAX",
+    "draw",
+    "draw_arena",
+    "draw_measure",
+    "draw_predicted",
+    "draw_run",
+    "draw_scan",
+]
 
 FIGURES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)
 FROM_RUNS = (6, 7, 8, 9, 10, 11, 12)
@@ -91,12 +102,25 @@ def draw_scan(scan: Scan, out: str | Path) -> list[Path]:
 
 
 def draw_measure(seen: Reading, title: str, out: str | Path) -> list[Path]:
-    """Writes measure-maps and measure-positions, as PNG and SVG, into the folder `out`."""
+    """Writes measure-maps, measure-positions and, if the reading has predictions, measure-predicted, as PNG and SVG."""
     from locater.figures import _measure
     from locater.figures._paper import Drawing
 
-    makers = {"measure-maps": _measure.maps, "measure-positions": _measure.positions}
-    return _write(out, lambda: {name: Drawing(make(seen, title)) for name, make in makers.items()})
+    def drawn() -> dict[str, Drawing]:
+        made = {"measure-maps": _measure.maps(seen, title), "measure-positions": _measure.positions(seen, title)}
+        if seen.predicted:
+            made["measure-predicted"] = _measure.predicted(seen.predicted, title)
+        return {name: Drawing(figure) for name, figure in made.items()}
+
+    return _write(out, drawn)
+
+
+def draw_predicted(predictions: Sequence[Prediction], title: str, out: str | Path) -> list[Path]:
+    """Writes measure-predicted, predicted against measured entropy of every head, as PNG and SVG, into `out`."""
+    from locater.figures import _measure
+    from locater.figures._paper import Drawing
+
+    return _write(out, lambda: {"measure-predicted": Drawing(_measure.predicted(predictions, title))})
 
 
 def _from_theory(which: int | str) -> Callable[[Progress], Drawing]:

@@ -1,7 +1,8 @@
-"""Pictures of a reading: layer × head maps, and entropy and ρ by position."""
+"""Pictures of a reading: layer × head maps, entropy and ρ by position, entropy predicted against measured."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import matplotlib
@@ -15,10 +16,16 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import pandas as pd
 
+    from locater.measure import Agreement, Prediction
     from locater.measure.reading import Reading
 
 
 _PEAKED = 4  # heads shown
+_LAWS = {
+    "general": "general law\n(queries and keys by position)",
+    "separable": "tokens $K \\otimes \\Sigma$\n(exact)",
+    "three-number": "three numbers\n(trace, trace of the square, scale)",
+}
 
 
 def maps(seen: Reading, title: str) -> Figure:
@@ -72,6 +79,49 @@ def positions(seen: Reading, title: str) -> Figure:
     ax.set_xlabel("key position")
     _name_rows(ax, seen.layers)
     return figure
+
+
+def predicted(predictions: Sequence[Prediction], title: str) -> Figure:
+    """Entropy of every head, predicted from one half of the sequences against measured in the other; a panel a law."""
+    from locater.measure import agreement
+
+    rows = agreement(predictions)
+    figure = Figure(figsize=(7.2, 3.15), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    axes = figure.subplots(1, len(rows), sharex=True, sharey=True, squeeze=False)[0]
+    found = [one.attention[0] for one in predictions]
+    highest = max(float(np.log(one.laws["general"].tokens)) for one in found)
+    points = None
+    for ax, row in zip(axes, rows, strict=True):
+        there = [(one, each) for one, each in zip(predictions, found, strict=True) if row.law in each.laws]
+        ax.plot([0, highest], [0, highest], color="0.6", linewidth=0.8, zorder=0)
+        points = ax.scatter(
+            np.concatenate([each.entropy for _, each in there]),
+            np.concatenate([each.laws[row.law].entropy for _, each in there]),
+            c=np.concatenate([np.full(len(each.entropy), one.layer) for one, each in there]),
+            cmap="viridis_r",
+            vmin=min(one.layer for one in predictions),
+            vmax=max(one.layer for one in predictions),
+            s=11,
+            linewidth=0.25,
+            edgecolor="white",
+            clip_on=False,  # a head that looks at one key
+            zorder=3,
+        )
+        ax.set_title(_LAWS[row.law])
+        ax.set(xlim=(0, highest), ylim=(0, highest), aspect="equal", xlabel="measured entropy, nats")
+        corner = {"transform": ax.transAxes, "ha": "right", "va": "bottom"}
+        ax.text(0.98, 0.03, _agreement(row), fontsize=7.5, linespacing=1.35, **corner)
+    axes[0].set_ylabel("predicted entropy, nats")
+    if points is not None:
+        figure.colorbar(points, ax=axes, pad=0.015, label="layer", aspect=30).outline.set_visible(False)
+    return figure
+
+
+def _agreement(row: Agreement) -> str:
+    return (
+        f"median error {row.median:.2f}\n90th percentile {row.percentile_90:.2f}\nrank corr. {row.rank_correlation:.2f}"
+    )
 
 
 def _draw_entropy(ax: Axes, seen: Reading) -> None:

@@ -92,7 +92,8 @@ class SplitRecorder:
             q, k = call.q[:count], call.k[:count]
             fit, held = slice(before % 2, None, 2), slice(1 - before % 2, None, 2)
             chosen, last = q[:, :, self.positions()], q[:, :, -1]
-            self._kept.append([x[fit].float().cpu() for x in (chosen, last, k)])
+            # copies: a view would keep all of the batch's queries and keys
+            self._kept.append([x[fit].to("cpu", torch.float32, copy=True) for x in (chosen, last, k)])
             self._measure(*(x[held].double().cpu() for x in (chosen, last, k)))
             if states is not None and len(calls) == 1:
                 self._add_states(states[:count][fit])

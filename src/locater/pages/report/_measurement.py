@@ -1,4 +1,4 @@
-"""A measurement: maps of entropy and largest logit, entropy and ρ by position, ρ measured against predicted, alarms."""
+"""A measurement: maps of entropy and largest logit, entropy and ρ by position, both against predictions, alarms."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from locater.errors import LocaterError
 from locater.pages.report._find import Found
 from locater.pages.report._numbers import Array, array, averaged, centres, number, packed, rounded, short
 from locater.pages.report._scan import grid_of, modules_of
+from locater.pages.report._softmax import softmax_predicted
 
 LAWS = ("general", "separable", "walk")
 _COLUMNS = ("entropy", "entropy_share", "max_logit", "logsumexp")
@@ -44,6 +45,7 @@ def measurement_section(found: Found, detail: float) -> dict[str, Any]:
             content.get("entropy_by_position"), names, "entropy_by_position", found.path, most, notes
         ),
         "rho": _by_position(content.get("rho"), names, "rho", found.path, most, notes),
+        "softmax": softmax_predicted(content, names, found.path, most),
         "predicted": _predicted(content.get("predicted"), names, found.path, most, notes),
         "alarms": alarm_rows(content.get("alarms")),
     }

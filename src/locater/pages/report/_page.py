@@ -17,7 +17,7 @@ from locater.pages._page import UNPACK, head, inert, plotly, put, script_hash
 
 SCRIPTS = (
     "core", "plots", "table", "maps", "alarms", "claims", "members", "curves", "compare", "sweep", "scan", "positions",
-    "predicted", "measurement", "log", "prediction", "main",
+    "softmax", "predicted", "measurement", "log", "prediction", "main",
 )  # fmt: skip
 """The page's script is these files in this order, as one function."""
 

@@ -1,4 +1,4 @@
-/* A measurement: maps, one head by position, ρ measured against predicted, alarms, a table. */
+/* A measurement: maps, one head by position, softmax and ρ measured against predicted, alarms, a table. */
 
 const MEASURED_MAPS = [
   ["entropy_share", "entropy, as a share of the largest possible"],
@@ -30,6 +30,7 @@ function measurementSection(section) {
     chosen.title(),
     el("div.pair", sides),
     section.rho ? [rhoByLayer(section), rhoNote()] : [],
+    section.softmax ? softmaxPart(section, chosen) : [],
     section.predicted ? predictedPart(section, chosen) : [],
     alarmsPart(section.alarms, "None since the measurement it was compared with."),
     el("h3", "All heads"),

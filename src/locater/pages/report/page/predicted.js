@@ -19,19 +19,10 @@ function lawTraces(section, row) {
   const own = modules[section.grid.module[row]];
   if (!own) return [];
   const of = (name) => Array.from(part(own[name], section.grid.head[row]));
-  const marker = { color: theme().alarm, size: 5, opacity: 0.8 };
-  const measured = {
-    type: "scatter",
-    mode: "markers",
-    x: positions,
-    y: of("measured"),
-    name: "measured, held out",
-    marker,
-  };
   const lines = laws
     .filter((law) => own[law])
     .map((law) => ({ type: "scatter", mode: "lines", x: positions, y: of(law), name: LAWS[law], line: lawLine(law) }));
-  return [measured, ...lines];
+  return [measuredPoints(positions, of("measured")), ...lines];
 }
 
 /** All heads and keys counted on a grid, the chosen head as points. */
