@@ -90,5 +90,7 @@ def test_the_python_of_the_pages_runs(page, tmp_path, monkeypatch, capsys):
         run_python(page, code, names)
     if page == "theory.md":
         sizes = "torch.Size([12]) torch.Size([12]) torch.Size([12, 64])"
-        assert capsys.readouterr().out.splitlines() == ["middle", "0.28", sizes, "False", "True"]
+        regime = "collapsed on the query itself: 1.32 of 40 tokens (random walk)"
+        printed = ["middle", "0.28", "0.28 0.997", regime, sizes, "False", "True"]
+        assert capsys.readouterr().out.splitlines() == printed
         assert names["values"].shape == (40,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 
 import numpy as np
@@ -314,6 +315,14 @@ def test_no_attention_matrix_is_uniform_attention():
     np.testing.assert_allclose(law.weights, 0.1, atol=1e-12)
     assert float(law.entropy) == pytest.approx(np.log(10))
     assert str(attention_regime(law)) == "uniform: 10 of 10 tokens (random walk)"
+
+
+def test_a_regime_is_a_phrase_and_its_parts_and_survives_a_copy():
+    regime = attention_regime(attention([0.5, 0.4], TokenProcess.random_walk(10), 1.0))
+    assert regime.startswith(regime.name)
+    assert (regime.tokens, regime.process) == (10, "random walk")
+    again = pickle.loads(pickle.dumps(regime))
+    assert (again, again.side, again.width) == (regime, regime.side, regime.width)
 
 
 def test_heads_are_computed_each_as_if_alone():

@@ -1,4 +1,4 @@
-"""Given a spectrum, how likely is a token to be on the slope of the paper's softmax (ρ)? numpy and scipy only."""
+"""Given a spectrum, what does softmax attention do, and what is the paper's ρ? numpy and scipy only."""
 
 from locater.theory.attention import AttentionLaw, attention, attention_from_traces, trace_for_entropy
 from locater.theory.bounds import (

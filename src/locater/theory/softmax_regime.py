@@ -40,9 +40,8 @@ ATTENTION_REGIMES = {
 }
 
 
-@dataclass(frozen=True)
-class AttentionRegime:
-    """One head's, for one query: `str` of it is a phrase that names T and the process."""
+class AttentionRegime(str):
+    """One head's, for one query: a phrase that names T and the process, and its parts."""
 
     name: str  # uniform, local or collapsed
     side: str  # near, far or anywhere if local; itself or others if collapsed; empty if uniform
@@ -50,9 +49,14 @@ class AttentionRegime:
     tokens: int
     process: str
 
-    def __str__(self) -> str:
-        words = ATTENTION_REGIMES[f"{self.name} {self.side}".strip()]
-        return f"{words}: {self.width:.3g} of {self.tokens} tokens ({self.process})"
+    def __new__(cls, name: str, side: str, width: float, tokens: int, process: str) -> AttentionRegime:
+        words = ATTENTION_REGIMES[f"{name} {side}".strip()]
+        made = super().__new__(cls, f"{words}: {width:.3g} of {tokens} tokens ({process})")
+        made.name, made.side, made.width, made.tokens, made.process = name, side, width, tokens, process
+        return made
+
+    def __getnewargs__(self) -> tuple[str, str, float, int, str]:  # type: ignore[override]
+        return self.name, self.side, self.width, self.tokens, self.process
 
 
 def attention_regime(law: AttentionLaw) -> AttentionRegime:
