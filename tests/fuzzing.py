@@ -254,9 +254,9 @@ def _reports(place: Path) -> list[Input]:
     folder.mkdir()
     end = Child(lambda: _run(place / "llama", ("scan", "model", "--json", str(folder / "scan.json")))).ended(60)
     assert end.status == 0, end.err
-    (folder / "predictions.json").write_text(
-        json.dumps({"spectra": [{"mean": 0.1, "std": 0.2, "regime": "late", "rho": {"exact": [0.1, 0.2]}}]})
-    )
+    softmax = {"regime": "uniform", "weights": {"exact": [0.4, 0.6]}, "entropy": {"exact": 0.6, "simulated": 0.6}}
+    spectrum = {"mean": 0.1, "std": 0.2, "softmax": softmax, "regime": "late", "rho": {"exact": [0.1, 0.2]}}
+    (folder / "predictions.json").write_text(json.dumps({"spectra": [spectrum]}))
     heads = [
         {"module": "a", "layer": 0, "kind": "self", "head": 0, "entropy": 1.0, "entropy_share": 0.5, "max_logit": 3.0}
     ]
@@ -290,6 +290,8 @@ NAMED = ("out",)  # and whatever else the arguments name, but for what is there 
 COMMANDS = """
 rho --mean 0.1 --std 0.1 --dim 4 --tokens 5 --process walk --method exact --json out/x.json
 rho --mean 0.1 --dim 4 --tokens 5 --method montecarlo --samples 50 --seed 1
+attention --mean 0.1 --std 0.1 --dim 4 --tokens 5 --process ar:0.5 --query 2 --samples 64 --json out/y.json
+attention --mean 0.1 --dim 4 --tokens 5 --method three-number --temperature 2 --process independent
 figure 1 --out out
 figure 6 --runs run --out out
 study limits --json out/x.json --seed 3
