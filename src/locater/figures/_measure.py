@@ -24,7 +24,7 @@ _PEAKED = 4  # heads shown
 _LAWS = {
     "general": "general law\n(queries and keys by position)",
     "separable": "tokens $K \\otimes \\Sigma$\n(exact)",
-    "three-number": "three numbers\n(trace, trace of the square, scale)",
+    "three-number": "three numbers\n($\\mathrm{tr}\\,W$, $\\mathrm{tr}\\,W^2$, scale)",
 }
 
 
