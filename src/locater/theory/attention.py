@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -80,30 +80,29 @@ def attention(
     temperature: float,
     method: str = "exact",
     *,
-    covariance: ArrayLike | None = None,
-    mean: ArrayLike | None = None,
     query: int = -1,
     causal: bool = True,
+    covariance: ArrayLike | None = None,
+    mean: ArrayLike | None = None,
     samples: int | None = None,
     seed: int = 0,
 ) -> AttentionLaw:
     """What softmax attention does for one query, before any text is seen.
 
     Args:
-        spectrum: The eigenvalues of W = W_QK Σ of a symmetric W_QK, (..., d), or a `QK`, symmetric or not. Leading
-            dimensions are heads.
+        spectrum: As for `rho`: eigenvalues (..., d) of W = W_QK Σ, or a `QK`.
         process: How tokens depend on each other.
-        temperature: λ, commonly √d.
+        temperature: λ.
         method: How it is computed.
 
             - `exact`: the joint law of (a, b), the logits given them; see the head of this file.
             - `three-number`: from trace, trace_square and scale alone: a normal, b at its mean. What is left of
               `exact` where many eigenvalues matter.
             - `montecarlo`: whole sequences, every token drawn.
-        covariance: Σ of the features, with a `QK`; the identity if not given.
-        mean: Of the tokens, (d,), or of the token at each position, (tokens, d); with a `QK`. Zero if not given.
         query: The position of the query, from 0; negative ones count from the last.
         causal: Whether it attends to the tokens up to its own alone.
+        covariance: Σ of the features, with a `QK`; the identity if not given.
+        mean: Of the tokens, (d,), or of the token at each position, (tokens, d); with a `QK`. Zero if not given.
         samples: How many are drawn: 16,384, rounded up to 32 times a power of two; of `montecarlo` 100,000.
         seed: What they are drawn from.
     """
@@ -148,14 +147,8 @@ def attention_from_traces(
     moments. It holds where many eigenvalues matter, however small or large they are.
     """
     given, points = GivenQuery.of(process, query, causal), points_of(samples)
-    numbers = np.broadcast_arrays(*traces(trace, trace_square, scale))
-    temperature = check.positive("temperature", temperature)
-
-    def one(index: tuple[int, ...]) -> AttentionLaw:
-        mean, variance, b = scalars_of(given, temperature, *(float(x[index]) for x in numbers))
-        return _three_number(given, mean, variance, b, points, seed)
-
-    return over_heads(numbers[0].shape, one)
+    shape, scalars = scalars_of(given, temperature, trace, trace_square, scale)
+    return over_heads(shape, lambda head: _three_number(given, scalars[head], points, seed))
 
 
 def trace_for_entropy(
@@ -163,53 +156,52 @@ def trace_for_entropy(
     scale: float,
     process: TokenProcess,
     temperature: float,
-    *,
     trace_square: float | None = None,
-    samples: int | None = None,
-    seed: int = 0,
+    **options: Any,
 ) -> float:
     """The positive tr W at which the three-number law expects so many nats for the last query.
 
-    `trace_square` is the scale, as for a symmetric W_QK, unless given. A larger trace draws attention to the query and
-    to what is like it.
+    `trace_square` is the scale, as for a symmetric W_QK, unless given; `options` are those of `attention_from_traces`.
+    A larger trace draws attention to the query and to what is like it.
     """
     entropy, square = float(check.finite("entropy", entropy)), scale if trace_square is None else trace_square
 
     def excess(trace: float) -> float:
-        law = attention_from_traces(trace, square, scale, process, temperature, samples=samples, seed=seed)
-        return float(law.entropy) - entropy
+        return float(attention_from_traces(trace, square, scale, process, temperature, **options).entropy) - entropy
 
     without = excess(0.0) + entropy
     if not 0 < entropy < without:
         raise LocaterError(
             f"entropy must be between 0 and the {without:.4g} nats that this scale leaves at trace 0, got {entropy:.6g}"
         )
-    high = temperature / max(process.query_variance, 1e-300)
-    while excess(high) > 0:
-        high *= 2
+    highs = temperature / max(process.query_variance, 1e-300) * 2.0 ** np.arange(64)
+    high = next((high for high in highs if excess(high) < 0), None)
+    if high is None:
+        raise LocaterError(f"no trace takes the entropy to {entropy:.6g} nats: {process!r} has tokens that are one")
     return float(brentq(excess, 0.0, high, xtol=1e-9 * high))
 
 
-def traces(trace: ArrayLike, trace_square: ArrayLike, scale: ArrayLike) -> tuple[Array, Array, Array]:
-    """The three numbers, if there is a matrix that has them."""
+class Scalars(NamedTuple):
+    """Of the three-number law: a is normal, b fixed."""
+
+    mean: float
+    variance: float
+    b: float
+
+
+def scalars_of(
+    given: GivenQuery, temperature: float, trace: ArrayLike, trace_square: ArrayLike, scale: ArrayLike
+) -> tuple[tuple[int, ...], dict[tuple[int, ...], Scalars]]:
+    """The shape of the heads, and by index each one's scalars, if there are matrices with these numbers."""
+    unit = given.query_variance / check.positive("temperature", temperature)
     t, q, s = (check.finite(n, x) for n, x in (("trace", trace), ("trace_square", trace_square), ("scale", scale)))
     if (s < 0).any():
         raise LocaterError(f"scale is a sum of squares and must not be negative, got {s.min():.6g}")
     if (np.abs(q) > s * (1 + 1e-9)).any():
         raise LocaterError("trace_square must be within ±scale, as that of every matrix is")
-    return t, q, s
-
-
-def scalars_of(
-    given: GivenQuery, temperature: float, trace: float, trace_square: float, scale: float
-) -> tuple[float, float, float]:
-    """Mean and variance of a, and b, of the three-number law."""
-    k = given.query_variance
-    return (
-        k * trace / temperature,
-        max(0.0, k**2 * (trace_square + scale) / temperature**2),
-        k * scale / temperature**2,
-    )
+    parts = np.broadcast_arrays(unit * t, unit**2 * (q + s).clip(min=0), unit / temperature * s)
+    shape = parts[0].shape
+    return shape, {head: Scalars(*(float(part[head]) for part in parts)) for head in np.ndindex(shape)}
 
 
 def points_of(samples: int | None) -> int:
@@ -305,25 +297,24 @@ def _exact_logits(
         yield logits / temperature, a / temperature, b / temperature**2
 
 
-def _three_number(given: GivenQuery, mean: float, variance: float, b: float, points: int, seed: int) -> AttentionLaw:
-    values = [_statistics(logits, given) for logits in three_number_logits(given, mean, variance, b, points, seed)]
+def _three_number(given: GivenQuery, scalars: Scalars, points: int, seed: int) -> AttentionLaw:
+    values = [_statistics(logits, given) for logits in three_number_logits(given, scalars, points, seed)]
     estimate, error = Strata.none().estimate(values, [np.zeros(points)] * REPLICATES)
-    if _summable(given, b) and np.sqrt(variance) <= 10 * integrals.MOST_SPREAD:
-        v = b * given.covariance.max()
-        estimate = _integrated(given, estimate, integrals.expected_of_normal(mean, variance, v, given.tokens - 1))
+    if _summable(given, scalars.b) and np.sqrt(scalars.variance) <= 10 * integrals.MOST_SPREAD:
+        v = scalars.b * given.covariance.max()
+        exact = integrals.expected_of_normal(scalars.mean, scalars.variance, v, given.tokens - 1)
+        estimate = _integrated(given, estimate, exact)
         error = _integrated(given, error, np.zeros(4)) * (np.arange(len(error)) == given.tokens + 2)
     return _law(given, estimate, error)
 
 
-def three_number_logits(
-    given: GivenQuery, mean: float, variance: float, b: float, points: int, seed: int
-) -> Iterator[Array]:
+def three_number_logits(given: GivenQuery, scalars: Scalars, points: int, seed: int) -> Iterator[Array]:
     """Logits (T, N), a replicate at a time."""
     rng = np.random.default_rng(seed)
     for _ in range(REPLICATES):
         normals = sobol_normals(given.tokens, points, rng)
-        a = mean + np.sqrt(variance) * normals[0]
-        yield np.outer(given.regression, a) + np.sqrt(b) * given.noise(normals[1:])
+        a = scalars.mean + np.sqrt(scalars.variance) * normals[0]
+        yield np.outer(given.regression, a) + np.sqrt(scalars.b) * given.noise(normals[1:])
 
 
 def softmax_statistics(logits: Array) -> Array:

@@ -15,9 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from locater.theory import _checks as check
 from locater.theory._checks import Array
-from locater.theory.attention import REPLICATES, points_of, scalars_of, three_number_logits, traces
+from locater.theory.attention import REPLICATES, points_of, scalars_of, three_number_logits
 from locater.theory.conditional import GivenQuery
 from locater.theory.process import TokenProcess
 
@@ -42,24 +41,21 @@ def attention_gradient(
     process: TokenProcess,
     temperature: float,
     *,
-    query: int = -1,
-    causal: bool = True,
     samples: int | None = None,
     seed: int = 0,
+    query: int = -1,
+    causal: bool = True,
 ) -> AttentionGradient:
     """Entropy and signal of `attention_from_traces` and their derivatives, with its arguments."""
     given, points = GivenQuery.of(process, query, causal), points_of(samples)
-    numbers = np.broadcast_arrays(*traces(trace, trace_square, scale))
-    temperature = check.positive("temperature", temperature)
-    k, shape = given.query_variance, numbers[0].shape
+    shape, scalars = scalars_of(given, temperature, trace, trace_square, scale)
     found = np.empty((*shape, REPLICATES, 8))
-    for index in np.ndindex(shape):
-        scalars = scalars_of(given, temperature, *(float(x[index]) for x in numbers))
-        for row, logits in enumerate(three_number_logits(given, *scalars, points, seed)):
-            found[(*index, row)] = _derivatives(logits, given).mean(-1)
+    for head, of_head in scalars.items():
+        for row, logits in enumerate(three_number_logits(given, of_head, points, seed)):
+            found[(*head, row)] = _derivatives(logits, given).mean(-1)
     by_scalars = found.reshape(*shape, REPLICATES, 2, 4)  # value, ∂μ, ∂σ², ∂b of both
     mu, variance, b = (by_scalars[..., i] for i in (1, 2, 3))
-    unit = k / temperature
+    unit = given.query_variance / temperature
     gradient = np.stack([unit * mu, unit**2 * variance, unit**2 * variance + unit / temperature * b], -1)
     value, mean = by_scalars[..., 0].mean(-2), gradient.mean(-3)
     error = gradient.std(-3, ddof=1) / np.sqrt(REPLICATES)

@@ -14,7 +14,7 @@ from locater.errors import LocaterError
 from locater.theory import _checks as check
 from locater.theory._checks import Array
 from locater.theory._independent_normal import own_weight_and_entropy
-from locater.theory.attention import AttentionLaw, attention_from_traces, scalars_of, traces
+from locater.theory.attention import AttentionLaw, attention_from_traces, scalars_of
 from locater.theory.conditional import GivenQuery
 from locater.theory.process import TokenProcess
 
@@ -81,22 +81,18 @@ def independent_regimes(
     By the three-number law for independent tokens of variance 1, the last of which is the query: quadrature alone, a
     fraction of a millisecond a head.
     """
-    share, own, near = _independent(
-        traces(trace, trace_square, scale), GivenQuery.of(TokenProcess.independent(tokens)), temperature
-    )
+    share, own, near = _independent(TokenProcess.independent(tokens), temperature, trace, trace_square, scale)
     return _rule(share, own, near), share * np.log(tokens)
 
 
-def _independent(
-    numbers: tuple[Array, Array, Array], given: GivenQuery, temperature: float
-) -> tuple[Array, Array, Array]:
+def _independent(process: TokenProcess, temperature: float, *numbers: ArrayLike) -> tuple[Array, Array, Array]:
     """Share of the entropy, own weight, and weight on the nearer half, of independent tokens of variance 1."""
-    temperature, others = check.positive("temperature", temperature), given.tokens - 1
-    spread = np.broadcast_arrays(*numbers)
-    own, entropy = np.empty(spread[0].shape), np.empty(spread[0].shape)
-    for index in np.ndindex(own.shape):
-        scalars = scalars_of(given, temperature, *(float(each[index]) for each in spread))
-        own[index], entropy[index] = own_weight_and_entropy(*scalars, others)
+    given = GivenQuery.of(process)
+    others = given.tokens - 1
+    shape, scalars = scalars_of(given, temperature, *numbers)
+    own, entropy = np.empty(shape), np.empty(shape)
+    for head, of_head in scalars.items():
+        own[head], entropy[head] = own_weight_and_entropy(*of_head, others)
     near = own + (1 - own) * ((given.tokens + 1) // 2 - 1) / others
     return entropy / np.log(given.tokens), own, near
 
@@ -150,7 +146,7 @@ def attention_map(
         raise LocaterError("scale must not be negative, and symmetry within ±1")
     square = np.broadcast_to(eta**2, (len(r), len(eta)))
     if process.kind == "independent":
-        share, own, near = _independent((r[:, None], symmetry * square, square), GivenQuery.of(process), 1.0)
+        share, own, near = _independent(process, 1.0, r[:, None], symmetry * square, square)
     else:
         law = attention_from_traces(r[:, None], symmetry * square, square, process, 1.0, samples=samples)
         share, own, near = law.entropy_share, law.weights[..., law.query], _near(law)
