@@ -116,6 +116,15 @@ def write_scan(file, modules=3, heads=4, width=8, model="organisation/model", na
     return file
 
 
+def write_predictions(file):
+    """As the demo does; the first spectrum as its first versions did."""
+    row = {"mean": 0.1, "std": 0.2, "regime": "late", "rho": {"exact": [0.3, 0.7], "simulated": [0.4, 0.6]}}
+    weights, entropy = {"exact": [0.1, 0.9], "simulated": [0.2, 0.8]}, {"exact": 0.3, "simulated": 0.31}
+    softmax = {"regime": "local near", "weights": weights, "entropy": entropy}
+    file.write_text(json.dumps({"spectra": [row, row | {"softmax": softmax}]}))
+    return file
+
+
 def write_measurement(
     file, modules=2, heads=3, length=12, model="organisation/model", names=None, predicted=True, **more
 ):

@@ -22,6 +22,7 @@ from report_inputs import (
     rho_at,
     write_log,
     write_measurement,
+    write_predictions,
     write_scan,
     write_sweep,
 )
@@ -34,6 +35,7 @@ from locater.measure.alarms import alarms_of
 from locater.measure.logs import read_log
 from locater.pages import _page
 from locater.pages.report import LARGEST, report
+from locater.pages.report import _page as report_page
 from locater.pages.report._numbers import averaged, centres, chosen, packed, rounded
 
 RESULTS = Path(__file__).parents[3] / "results"
@@ -190,13 +192,7 @@ def test_a_scan_of_a_version_before_softmax_is_shown_with_that_column_empty(tmp_
 
 
 def test_predictions_of_softmax_stand_beside_rho_and_may_be_missing(tmp_path):
-    row = {"mean": 0.1, "std": 0.2, "regime": "late", "rho": {"exact": [0.1, 0.9], "simulated": [0.2, 0.8]}}
-    softmax = {
-        "regime": "local near", "weights": {"exact": [0.1, 0.9], "simulated": [0.2, 0.8]},
-        "entropy": {"exact": 0.3, "simulated": 0.31},
-    }  # fmt: skip
-    file = bad(tmp_path, "predictions.json", json.dumps({"spectra": [row, row | {"softmax": softmax}]}))
-    (section,) = report([file]).sections
+    (section,) = report([write_predictions(tmp_path / "predictions.json")]).sections
     before, now = section["spectra"]
     assert before["softmax"] is None
     assert now["softmax"]["regime"] == "local, near the query"
@@ -546,6 +542,14 @@ def test_records_of_another_shape_are_counted_not_fatal(tmp_path):
         assert f"1 record has no {name} that can be read" in section["notes"]
     scale = unpacked(section["curves"]["scale"])[..., 0]
     assert np.isnan(scale).sum() == 1
+
+
+def test_the_scripts_of_the_page_declare_every_name_once():
+    """They share one scope, in which a later function silently replaces an earlier one of its name."""
+    scripts = Path(report_page.__file__).parent / "page"
+    text = "\n".join(path.read_text() for path in scripts.glob("*.js"))
+    names = re.findall(r"^(?:async )?(?:function|const|let|class) (\w+)", text, flags=re.MULTILINE)
+    assert sorted(names) == sorted(set(names))
 
 
 # ---------------------------------------------------------------------- from the commands themselves

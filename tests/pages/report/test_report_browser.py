@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from report_inputs import rho_at, spectrum, write_log, write_measurement, write_scan, write_sweep
+from report_inputs import rho_at, spectrum, write_log, write_measurement, write_predictions, write_scan, write_sweep
 from test_report import hostile_files
 
 from clicking import click_plot
@@ -39,6 +39,7 @@ def files(tmp_path_factory):
             ],
         ),
         "log": write_log(folder / "log.jsonl", modules=3),
+        "prediction": write_predictions(folder / "predictions.json"),
     }
     pages = {name: report([path]).write(folder / f"{name}.html") for name, path in made.items()}
     pages["all"] = report([made["deep"], made["measurement"], made["log"]]).write(folder / "all.html")
@@ -188,6 +189,17 @@ def test_heads_are_chosen_from_selects_and_from_the_table_which_sorts(opened):
     page.locator("tbody tr").nth(8).click()
     assert page.locator(".detail h4").text_content().startswith("layer 0, head 8")
     assert page.locator("tr[aria-selected=true] td").nth(1).text_content() == "8"
+
+
+# ---------------------------------------------------------------------- predictions
+
+
+def test_predicted_weights_of_softmax_are_a_line_through_simulated_points_beside_rho(opened):
+    page = opened("prediction")
+    np.testing.assert_allclose(traces(page, "softmax: local, near the query", "y"), [[0.1, 0.9], [0.2, 0.8]], rtol=1e-6)
+    assert traces(page, "softmax", "mode") == ["lines", "markers"]
+    np.testing.assert_allclose(traces(page, "shape of ρ: late", "y"), [[0.3, 0.7], [0.4, 0.6]], rtol=1e-4)
+    assert page.get_by_text("entropy 0.3000 nats predicted, 0.3100 simulated").count() == 1
 
 
 # ---------------------------------------------------------------------- a measurement, a log

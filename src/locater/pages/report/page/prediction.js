@@ -25,7 +25,7 @@ function byPosition(label, height, quantity, curves, yaxis) {
   });
 }
 
-function spectrumFigures(spectrum) {
+function predictedSpectrum(spectrum) {
   const short = (value) => (value == null ? "–" : String(value).replace("-", "−"));
   const { softmax } = spectrum;
   const title = `mean ${short(spectrum.mean)}, std ${short(spectrum.std)}`;
@@ -61,6 +61,6 @@ function predictionSection(section) {
       swatch("text point"),
       "simulated",
     ]),
-    el("div.triple", section.spectra.map(spectrumFigures)),
+    el("div.triple", section.spectra.map(predictedSpectrum)),
   ];
 }
