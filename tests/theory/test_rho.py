@@ -238,6 +238,17 @@ def test_the_general_law_agrees_with_samples_of_query_and_key(mean):
     assert abs(product.var() / form.variance() - 1) < 0.05
 
 
+def test_the_general_law_s_normal_form_has_the_moments_of_the_product():
+    rng = np.random.default_rng(8)
+    root = rng.standard_normal((6, 6))
+    joint, m = root @ root.T, rng.standard_normal(6)
+    blocks = joint[:3, :3], joint[3:, 3:], joint[:3, 3:]
+    form = logit_form(m[:3], m[3:], *blocks)
+    got = rho_from_gaussian(m[:3], m[3:], *blocks, tokens=9, temperature=1.7, method="gaussian")
+    normal = stats.norm(form.mean(), np.sqrt(form.variance()))
+    assert got == pytest.approx(normal.cdf(1.7 * 8) - normal.cdf(-1.7), abs=1e-12)
+
+
 def test_the_general_law_contains_the_random_walk():
     qk, sigma = asymmetric(3, 6)
     walk = TokenProcess.random_walk(10)

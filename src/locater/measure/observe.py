@@ -161,7 +161,7 @@ class Observation:
             )
         return moments.covariances(member)
 
-    def predict(self) -> list[Prediction]:
+    def predict(self, rho_method: str = "gaussian") -> list[Prediction]:
         """What the theory predicts for the sequences that came by, beside what attention did: as `measure.predict`.
 
         Every second sequence is held out; the weights of the model are those it has now. Minutes on many heads.
@@ -172,7 +172,7 @@ class Observation:
         for _, reason in kept:
             if reason is not None:
                 raise reason
-        return predictions_of(self._model, [split for split, _ in kept])
+        return predictions_of(self._model, [split for split, _ in kept], rho_method)
 
     def reset(self) -> None:
         """Forgets what was recorded; the count of forwards goes on."""

@@ -9,8 +9,9 @@ expected entropy and the mean weight of every key, by three laws:
   `theory.attention`.
 * `three-number`: of the same tokens, but of W_QK the trace, the trace of its square and the scale alone.
 
-Of the paper's ρ, for the last query, by the general law exactly, and by the exact first two moments for K ⊗ Σ
-(`separable`) and for the paper's random walk (`walk`: K_ij = min(i, j), Σ the covariance of the steps between tokens).
+Of the paper's ρ, for the last query, by the general law, for K ⊗ Σ (`separable`) and for the paper's random walk
+(`walk`: K_ij = min(i, j), Σ the covariance of the steps between tokens); all three by a normal law with the exact first
+two moments, or all exactly.
 
 Legend: T tokens, G key heads, R query heads of each, Q queries of a sequence, K head width.
 """
@@ -124,12 +125,14 @@ def predict(
     *,
     layers: Sequence[int] | None = None,
     queries: Sequence[int] = (-1,),
+    rho_method: str = "gaussian",
 ) -> list[Prediction]:
     """Runs the model on batches of sequences of one length, without padding, and predicts its self-attention.
 
     Every second sequence is held out: nothing but what is measured is taken from it. `queries` are the positions that
     softmax attention is predicted for, under the model's own mask; negative ones count from the end. The queries and
-    keys of the sequences to estimate from are kept until the end, in float32.
+    keys of the sequences to estimate from are kept until the end, in float32. `rho_method` is that of
+    `theory.rho`, "gaussian" or "exact" (seconds a module), for ρ by all three models of the tokens.
     """
     recorders = [SplitRecorder(site, queries) for site in attention_sites(model, layers) if not site.cross]
     modes = [(module, module.training) for module in model.modules()]  # parts may have one of their own
@@ -142,25 +145,29 @@ def predict(
     finally:
         for module, training in modes:
             module.training = training
-    return predictions_of(model, recorders)
+    return predictions_of(model, recorders, rho_method)
 
 
-def predictions_of(model: nn.Module, recorders: Iterable[SplitRecorder]) -> list[Prediction]:
+def predictions_of(
+    model: nn.Module, recorders: Iterable[SplitRecorder], rho_method: str = "gaussian"
+) -> list[Prediction]:
     """From what was recorded of modules of a model, of those that were called."""
+    if rho_method not in ("gaussian", "exact"):
+        raise LocaterError(f"rho_method must be gaussian or exact, got {rho_method!r:.80}")
     called = [one for one in recorders if one.sequences]
     if not called:
         raise LocaterError("no sequence was run: the batches are empty")
     known = {one.module: one for one in attentions(model)}
-    return [_prediction(one, known.get(one.site.name)) for one in called]
+    return [_prediction(one, known.get(one.site.name), rho_method) for one in called]
 
 
-def _prediction(one: SplitRecorder, head: Attention | None) -> Prediction:
+def _prediction(one: SplitRecorder, head: Attention | None, rho_method: str) -> Prediction:
     if one.sequences < 4:
         raise LocaterError(f"predicting needs at least 4 sequences, got {one.sequences}")
     queries, last, keys = one.kept()
     temperature, count = 1 / one.scale, one.measured.sequences
     measured = one.measured.rho.numpy()
-    general = _general_rho(last, keys - keys.mean(2, keepdim=True), temperature)
+    general = _general_rho(last, keys - keys.mean(2, keepdim=True), temperature, rho_method)
     if head is None or head.query is None or one.states is None:
         process = tokens = None
         simple: dict[str, Any] = {"separable": None, "walk": None}
@@ -168,8 +175,8 @@ def _prediction(one: SplitRecorder, head: Attention | None) -> Prediction:
         tokens, steps = one.states.about_zero(), one.steps.about_zero()
         process, walk = TokenProcess(tokens.position_covariance), TokenProcess.random_walk(one.tokens)
         simple = {
-            "separable": _rho_by_moments(head, process, tokens.covariance, temperature),
-            "walk": _rho_by_moments(head, walk, steps.covariance, temperature),
+            "separable": _rho_of_tokens(head, process, tokens.covariance, temperature, rho_method),
+            "walk": _rho_of_tokens(head, walk, steps.covariance, temperature, rho_method),
         }
     made = []
     for index, position in enumerate(one.positions()):
@@ -226,7 +233,7 @@ def _of_tokens(
 # ---------------------------------------------------------------------- ρ
 
 
-def _general_rho(q: Tensor, u: Tensor, temperature: float) -> Array:
+def _general_rho(q: Tensor, u: Tensor, temperature: float, method: str) -> Array:
     """The law for q (n, G, R, K) and centred keys u (n, G, T, K) with the moments they have."""
     q_mean, u_mean = q.mean(0), u.mean(0)
     q, u, count, tokens = q - q_mean, u - u_mean, len(q), u.shape[2]
@@ -238,10 +245,11 @@ def _general_rho(q: Tensor, u: Tensor, temperature: float) -> Array:
         (torch.einsum("bgrk,bgtl->grtkl", q, u) / count).numpy(),
         tokens=tokens,
         temperature=temperature,
+        method=method,
     )
     return np.asarray(found).reshape(-1, tokens)
 
 
-def _rho_by_moments(head: Attention, process: TokenProcess, covariance: Array, temperature: float) -> Array:
-    found = rho(head.qk(), process, temperature, "gaussian", covariance=covariance)
+def _rho_of_tokens(head: Attention, process: TokenProcess, covariance: Array, temperature: float, method: str) -> Array:
+    found = rho(head.qk(), process, temperature, method, covariance=covariance)
     return np.asarray(found).reshape(-1, process.tokens)

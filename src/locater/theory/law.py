@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.special import erf
 
 from locater.errors import LocaterError
 from locater.theory import _checks as check
@@ -22,7 +23,16 @@ from locater.theory._checks import Array
 from locater.theory.process import TokenProcess
 from locater.theory.quadratic import QuadraticForm
 
-__all__ = ["Factored", "Spectral", "Spectrum", "inside_unit_interval", "logit_form", "rho_from_gaussian", "spectrum_of"]
+__all__ = [
+    "Factored",
+    "Spectral",
+    "Spectrum",
+    "inside_unit_interval",
+    "logit_form",
+    "normal_inside_unit_interval",
+    "rho_from_gaussian",
+    "spectrum_of",
+]
 
 
 @runtime_checkable
@@ -51,6 +61,12 @@ def logit_form(
     Cov(q, u) = E (q − E q)(u − E u)ᵀ (..., K, K); leading dimensions broadcast. The joint covariance may
     be singular.
     """
+    return _product_form(*_joint(query_mean, key_mean, query_covariance, key_covariance, cross_covariance))
+
+
+def _joint(*given: ArrayLike) -> tuple[Array, Array, Array]:
+    """E q and E u (..., K) and the covariance of both (..., 2K, 2K), from the arguments of `logit_form`."""
+    query_mean, key_mean, query_covariance, key_covariance, cross_covariance = given
     m_q, m_u = check.finite("query_mean", query_mean), check.finite("key_mean", key_mean)
     blocks = {
         "query_covariance": check.finite("query_covariance", query_covariance),
@@ -73,7 +89,7 @@ def logit_form(
     joint[..., width:, width:] = check.symmetrised("key_covariance", blocks["key_covariance"])
     joint[..., :width, width:] = blocks["cross_covariance"]
     joint[..., width:, :width] = np.swapaxes(blocks["cross_covariance"], -1, -2)
-    return _product_form(np.broadcast_to(m_q, (*lead, width)), np.broadcast_to(m_u, (*lead, width)), joint)
+    return np.broadcast_to(m_q, (*lead, width)), np.broadcast_to(m_u, (*lead, width)), joint
 
 
 def _product_form(m_q: Array, m_u: Array, joint: Array) -> QuadraticForm:
@@ -121,21 +137,46 @@ def rho_from_gaussian(
     *,
     tokens: int,
     temperature: float,
+    method: str = "exact",
 ) -> Array:
     """The general law: P(0 ≤ z ≤ 1) for z = 1/T + qᵀu/(λT), exactly (absolute error below 1e-6).
 
     q is the query and u = k_i − k̄ the centred key as the head sees them, after norms, biases and RoPE;
     T is `tokens`, λ the `temperature`. Means are (..., K) and covariances (..., K, K), with
     `cross_covariance` = Cov(q, u). Leading dimensions (heads, key positions, …) broadcast, and the result
-    has them.
+    has them. `method` "gaussian" takes z for normal, with its exact mean and variance: no eigenvalues.
     """
-    form = logit_form(query_mean, key_mean, query_covariance, key_covariance, cross_covariance)
-    return inside_unit_interval(form, check.at_least("tokens", tokens, 2), check.positive("temperature", temperature))
+    check.one_of("method", method, ("exact", "gaussian"))
+    tokens, temperature = check.at_least("tokens", tokens, 2), check.positive("temperature", temperature)
+    joint = _joint(query_mean, key_mean, query_covariance, key_covariance, cross_covariance)
+    if method == "exact":
+        return inside_unit_interval(_product_form(*joint), tokens, temperature)
+    mean, variance = _product_moments(*joint)
+    unit = 1 / (temperature * tokens)
+    return normal_inside_unit_interval(1 / tokens + unit * mean, unit**2 * variance)
+
+
+def _product_moments(m_q: Array, m_u: Array, joint: Array) -> tuple[Array, Array]:
+    """Mean and variance of qᵀu."""
+    width = m_q.shape[-1]
+    c_q, cross, c_u = joint[..., :width, :width], joint[..., :width, width:], joint[..., width:, width:]
+    mean = (m_q * m_u).sum(-1) + np.trace(cross, axis1=-2, axis2=-1)
+    of_products = (c_q * c_u).sum((-2, -1)) + (cross * np.swapaxes(cross, -1, -2)).sum((-2, -1))
+    linear = np.einsum("...k,...kl,...l", m_u, c_q, m_u) + np.einsum("...k,...kl,...l", m_q, c_u, m_q)
+    return mean, of_products + linear + 2 * np.einsum("...k,...kl,...l", m_u, cross, m_q)
 
 
 def inside_unit_interval(form: QuadraticForm, tokens: int, temperature: float) -> Array:
     """P(0 ≤ 1/T + y/(λT) ≤ 1) = P(−λ ≤ y ≤ λ(T − 1))."""
     return form.interval_probability(-temperature, temperature * (tokens - 1))
+
+
+def normal_inside_unit_interval(mean: Array, variance: Array) -> Array:
+    """P(0 ≤ z ≤ 1) for a normal z; a point mass where the variance is zero."""
+    spread = np.sqrt(2 * variance)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        inside = 0.5 * (erf((1 - mean) / spread) + erf(mean / spread))
+    return np.asarray(np.where(spread > 0, inside, (mean >= 0) & (mean <= 1)))
 
 
 class Spectrum(Protocol):

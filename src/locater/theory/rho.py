@@ -18,7 +18,7 @@ from scipy.special import erf
 from locater.errors import LocaterError
 from locater.theory import _checks as check
 from locater.theory._checks import Array
-from locater.theory.law import Spectral, Spectrum, inside_unit_interval, spectrum_of
+from locater.theory.law import Spectral, Spectrum, inside_unit_interval, normal_inside_unit_interval, spectrum_of
 from locater.theory.process import TokenProcess
 
 __all__ = [
@@ -87,7 +87,7 @@ def rho(
         from locater.theory.simulate import rho_by_walks
 
         return rho_by_walks(law, process, temperature, samples=samples, seed=seed)
-    return _normal_in_unit_interval(*_large_t_moments(law, process, temperature, method))
+    return normal_inside_unit_interval(*_large_t_moments(law, process, temperature, method))
 
 
 def moments(
@@ -118,7 +118,7 @@ def gaussian_rho(
 ) -> Array:
     """ρ of a normal law with the exact moments, from tr W, tr(W_QK Σ W_QKᵀ Σ) and tr W² (...): (..., tokens)."""
     t, p, q = (np.asarray(value, dtype=np.float64) for value in (trace, scale, trace_square))
-    return _normal_in_unit_interval(*_moments_of(t, p, q, process, temperature))
+    return normal_inside_unit_interval(*_moments_of(t, p, q, process, temperature))
 
 
 def _exact_moments(law: Spectrum, process: TokenProcess, temperature: float) -> Moments:
@@ -146,14 +146,6 @@ def _large_t_moments(law: Spectrum, process: TokenProcess, temperature: float, f
         # s_i k/T² → θ² − θ + ⅓ and c_i²/T² → (θ − ½)²
         variance = (theta**2 - theta + 1 / 3) * law.scale[..., None] + (theta - 0.5) ** 2 * law.trace_square[..., None]
     return Moments(mean, variance / temperature**2)
-
-
-def _normal_in_unit_interval(mean: Array, variance: Array) -> Array:
-    """P(0 ≤ z ≤ 1) for a normal z; a point mass where the variance is zero."""
-    spread = np.sqrt(2 * variance)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        inside = 0.5 * (erf((1 - mean) / spread) + erf(mean / spread))
-    return np.asarray(np.where(spread > 0, inside, (mean >= 0) & (mean <= 1)))
 
 
 def rho_curve(theta: ArrayLike, xi: ArrayLike, eta: ArrayLike, form: str = "asymptotic") -> Array:
