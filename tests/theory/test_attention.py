@@ -375,6 +375,8 @@ SQUARE = qk_of(np.eye(2), np.eye(2))
         (lambda: attention([np.nan], WALK, 1.0), "eigenvalues must be finite"),
         (lambda: attention([], WALK, 1.0), "non-empty"),
         (lambda: attention([1 + 1j], WALK, 1.0), "must be real"),
+        (lambda: attention([1.0], WALK, 1e-200), "overflow: take a larger temperature"),
+        (lambda: attention_from_traces(1.0, 1.0, 1.0, WALK, 1e-200), "overflow: take a larger temperature"),
         (lambda: attention([1.0], WALK, 1.0, "guess"), "method must be one of"),
         (lambda: attention([1.0], WALK, 1.0, query=4), "query must be a position from -4 to 3"),
         (lambda: attention([1.0], WALK, 1.0, query=0.5), "query must be a position"),
@@ -404,7 +406,7 @@ def test_the_first_query_sees_itself_alone():
 
 
 def test_logits_of_any_size_are_met():
-    for size in (1e-12, 1e12):
+    for size in (1e-200, 1e-12, 1e12, 1e60):
         for process in (WALK, TokenProcess.independent(4)):
             law = attention([size, -size], process, 1.0)
             assert np.isfinite(law.weights).all()

@@ -109,6 +109,7 @@ def attention(
     check.one_of("method", method, METHODS)
     temperature = check.positive("temperature", temperature)
     law, given = spectrum_of(spectrum, covariance, mean), GivenQuery.of(process, query, causal)
+    _check_size(law.scale, given, temperature)
     if method == "three-number":
         if mean is not None:
             raise LocaterError("three-number is the law of tokens without a mean; use exact or montecarlo with one")
@@ -181,6 +182,12 @@ def trace_for_entropy(
     return float(brentq(excess, 0.0, high, xtol=1e-9 * high))
 
 
+def _check_size(scale: Array, given: GivenQuery, temperature: float) -> None:
+    spread = np.sqrt(scale.max(initial=0.0)) * max(1.0, given.query_variance)
+    if spread > 1e140 * temperature:
+        raise LocaterError(f"logits of size {spread:.3g}/{temperature:.3g} overflow: take a larger temperature")
+
+
 class Scalars(NamedTuple):
     """Of the three-number law: a is normal, b fixed."""
 
@@ -199,6 +206,7 @@ def scalars_of(
         raise LocaterError(f"scale is a sum of squares and must not be negative, got {s.min():.6g}")
     if (np.abs(q) > s * (1 + 1e-9)).any():
         raise LocaterError("trace_square must be within ±scale, as that of every matrix is")
+    _check_size(s, given, temperature)
     parts = np.broadcast_arrays(unit * t, unit**2 * (q + s).clip(min=0), unit / temperature * s)
     shape = parts[0].shape
     return shape, {head: Scalars(*(float(part[head]) for part in parts)) for head in np.ndindex(shape)}
@@ -294,7 +302,7 @@ def _exact_logits(
         normals = sobol_normals(covered + given.tokens - 1, points, rng)
         g = np.concatenate([normals[:covered].T, rng.standard_normal((points, law.dim - covered))], 1)
         logits, a, b = logits_given(law, given, g, normals[covered:])
-        yield logits / temperature, a / temperature, b / temperature**2
+        yield logits / temperature, a / temperature, b / temperature / temperature
 
 
 def _three_number(given: GivenQuery, scalars: Scalars, points: int, seed: int) -> AttentionLaw:
