@@ -7,7 +7,7 @@ token of the text in a sequence.
 
 Prints, over heads, the error of the predicted entropy: its median, 90th percentile, share of heads within 0.35 nats and
 rank correlation, and the median that measuring in so few sequences leaves a perfect law; of the weights the median
-total variation distance. With --plot, the picture of docs/measure.md. A quarter of an hour or more on one core.
+total variation distance. With --plot, the picture of docs/measure.md. Ten minutes on one core.
 
     python benchmarks/predict_smollm2.py [--model smollm2] [--tokens 128] [--sequences 400] [--plot DIR]
 """
