@@ -59,13 +59,13 @@ def _check_squares(asked: Asked) -> None:
         )
 
 
-def _rho(asked: Asked, visible: int) -> tuple[Any, str] | None:
+def _rho(asked: Asked, keys: int) -> tuple[Any, str] | None:
     """ρ of the tokens that the query sees, and its shape; a query that sees itself alone has none."""
     from locater.theory import regime, rho
 
-    if visible < 2:
+    if keys < 2:
         return None
-    process = process_of(asked.process_name, visible)
+    process = process_of(asked.process_name, keys)
     values = rho(asked.spectrum, process, asked.temperature)
     return values, str(regime(values))
 

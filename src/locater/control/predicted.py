@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from locater.errors import LocaterError
 from locater.theory import TokenProcess
 from locater.theory.price import attention_gradient
 
@@ -24,7 +25,10 @@ def predicted_attention(
     The three broadcast over heads. `options` are `query`, `causal`, `samples` and `seed` of
     `theory.attention_gradient`, which computes both on the CPU in float64; gradients cannot be differentiated again.
     """
-    numbers = torch.broadcast_tensors(trace, trace_square, scale)
+    try:
+        numbers = torch.broadcast_tensors(*(torch.as_tensor(number) for number in (trace, trace_square, scale)))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise LocaterError("trace, trace_square and scale must be numbers, or tensors that broadcast") from error
     entropy, signal = _Predicted.apply(*numbers, process, temperature, options)  # type: ignore[no-untyped-call]
     return entropy, signal
 

@@ -66,6 +66,14 @@ def real_eigenvalues(value: ArrayLike) -> Array:
     return array
 
 
+def number(name: str, value: float) -> float:
+    """One finite number."""
+    array = finite(name, value)
+    if array.ndim:
+        raise LocaterError(f"{name} must be one number, got an array of shape {array.shape}")
+    return float(array)
+
+
 def positive(name: str, value: float) -> float:
     number = to_numpy(value)
     if number.ndim or number.dtype.kind not in "iuf" or not (np.isfinite(number) and number > 0):
@@ -79,6 +87,13 @@ def at_least(name: str, value: int, least: int) -> int:
     if value > _MOST:
         raise LocaterError(f"{name} must be at most {_MOST:,}, got a larger number")
     return int(value)
+
+
+def position(name: str, value: int, count: int) -> int:
+    """A position among so many, from 0; negative ones count from the last."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not -count <= value < count:
+        raise LocaterError(f"{name} must be a position from {-count} to {count - 1}, got {value!r:.80}")
+    return int(value) % count
 
 
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:

@@ -46,11 +46,11 @@ class AttentionLaw:
     The numbers that end in `_error` are standard errors, 0 where quadrature gave the value.
     """
 
-    weights: Array  # (..., T): expected weight of every token; zero for those that a causal mask hides
+    weights: Array  # (..., T): expected weight of every token; zero for masked ones
     entropy: Array  # (...): expected entropy, nats
     entropy_std: Array  # its standard deviation from sequence to sequence
     largest_weight: Array  # expected largest weight
-    alpha: Array | None  # E of the head's output is α x_q + β Σh given the query x_q, h = W_QKᵀ x_q/λ; this is E α
+    alpha: Array | None  # given x_q the mean output is Σ_i E[p_i] m_i + α (x_q − m_q) + β Σh, h = W_QKᵀ x_q/λ; E α
     signal: Array | None  # E β = E tr[C (diag p − p pᵀ)]; None, as α, where queries and keys come without their tokens
     weights_error: Array
     entropy_error: Array
@@ -87,7 +87,7 @@ def attention(
     samples: int | None = None,
     seed: int = 0,
 ) -> AttentionLaw:
-    """What softmax attention does for one query, before any text is seen.
+    """What softmax attention does for one query, before any text is seen: expected weights, entropy and more.
 
     Args:
         spectrum: As for `rho`: eigenvalues (..., d) of W = W_QK Σ, or a `QK`.
@@ -109,7 +109,8 @@ def attention(
     check.one_of("method", method, METHODS)
     temperature = check.positive("temperature", temperature)
     law, given = spectrum_of(spectrum, covariance, mean), GivenQuery.of(process, query, causal)
-    _check_size(law.scale, given, temperature)
+    seed = check.at_least("seed", seed, 0)
+    _check_size(law.size, given, temperature)
     if method == "three-number":
         if mean is not None:
             raise LocaterError("three-number is the law of tokens without a mean; use exact or montecarlo with one")
@@ -147,7 +148,7 @@ def attention_from_traces(
     b is k·scale/λ², and a is normal with mean k·trace/λ and variance k²(trace_square + scale)/λ²: exact first two
     moments. It holds where many eigenvalues matter, however small or large they are.
     """
-    given, points = GivenQuery.of(process, query, causal), points_of(samples)
+    given, points, seed = GivenQuery.of(process, query, causal), points_of(samples), check.at_least("seed", seed, 0)
     shape, scalars = scalars_of(given, temperature, trace, trace_square, scale)
     return over_heads(shape, lambda head: _three_number(given, scalars[head], points, seed))
 
@@ -160,32 +161,32 @@ def trace_for_entropy(
     trace_square: float | None = None,
     **options: Any,
 ) -> float:
-    """The positive tr W at which the three-number law expects so many nats for the last query.
+    """The positive tr W at which the three-number law expects so many nats, for the last query if no other is named.
 
     `trace_square` is the scale, as for a symmetric W_QK, unless given; `options` are those of `attention_from_traces`.
     A larger trace draws attention to the query and to what is like it.
     """
-    entropy, square = float(check.finite("entropy", entropy)), scale if trace_square is None else trace_square
+    entropy, scale = check.positive("entropy", entropy), check.number("scale", scale)
+    square = scale if trace_square is None else check.number("trace_square", trace_square)
 
     def excess(trace: float) -> float:
         return float(attention_from_traces(trace, square, scale, process, temperature, **options).entropy) - entropy
 
     without = excess(0.0) + entropy
-    if not 0 < entropy < without:
+    if not entropy < without:
         raise LocaterError(
             f"entropy must be between 0 and the {without:.4g} nats that this scale leaves at trace 0, got {entropy:.6g}"
         )
-    highs = temperature / max(process.query_variance, 1e-300) * 2.0 ** np.arange(64)
+    highs = temperature * 2.0 ** np.arange(-20, 40)
     high = next((high for high in highs if excess(high) < 0), None)
     if high is None:
-        raise LocaterError(f"no trace takes the entropy to {entropy:.6g} nats: {process!r} has tokens that are one")
+        raise LocaterError(f"no trace takes the entropy of this query in {process!r} to {entropy:.6g} nats")
     return float(brentq(excess, 0.0, high, xtol=1e-9 * high))
 
 
-def _check_size(scale: Array, given: GivenQuery, temperature: float) -> None:
-    spread = np.sqrt(scale.max(initial=0.0)) * max(1.0, given.query_variance)
-    if spread > 1e140 * temperature:
-        raise LocaterError(f"logits of size {spread:.3g}/{temperature:.3g} overflow: take a larger temperature")
+def _check_size(size: float, given: GivenQuery, temperature: float) -> None:
+    if not size * max(1.0, given.query_variance) <= 1e140 * temperature:
+        raise LocaterError(f"logits of size {size:.3g}/{temperature:.3g} overflow: take a larger temperature")
 
 
 class Scalars(NamedTuple):
@@ -204,9 +205,10 @@ def scalars_of(
     t, q, s = (check.finite(n, x) for n, x in (("trace", trace), ("trace_square", trace_square), ("scale", scale)))
     if (s < 0).any():
         raise LocaterError(f"scale is a sum of squares and must not be negative, got {s.min():.6g}")
-    if (np.abs(q) > s * (1 + 1e-9)).any():
+    if (np.abs(q) > 1.02 * s).any():  # bfloat16 rounds by up to 1%
         raise LocaterError("trace_square must be within ±scale, as that of every matrix is")
-    _check_size(s, given, temperature)
+    q = np.clip(q, -s, s)
+    _check_size(float(max(np.abs(t).max(initial=0.0), np.sqrt(s.max(initial=0.0)))), given, temperature)
     parts = np.broadcast_arrays(unit * t, unit**2 * (q + s).clip(min=0), unit / temperature * s)
     shape = parts[0].shape
     return shape, {head: Scalars(*(float(part[head]) for part in parts)) for head in np.ndindex(shape)}
@@ -227,6 +229,7 @@ def _head(law: SymmetricSpectrum | HeadSpectrum, index: tuple[int, ...]) -> Symm
 
 
 def over_heads(shape: tuple[int, ...], one: Callable[[tuple[int, ...]], AttentionLaw]) -> AttentionLaw:
+    """The laws of heads, by index, as one."""
     laws = [one(index) for index in np.ndindex(shape)]
     if not laws:
         raise LocaterError("attention of no head")
@@ -356,8 +359,8 @@ def _by_walks(
 
 def _law(given: GivenQuery, mean: Array, error: Array) -> AttentionLaw:
     """From the means and errors of `_statistics`."""
-    count, hidden = given.tokens, np.zeros(given.process.tokens - given.tokens)
-    weights = np.concatenate([mean[:count], hidden])
+    count, masked = given.tokens, np.zeros(given.process.tokens - given.tokens)
+    weights = np.concatenate([mean[:count], masked])
     entropy, square, largest, signal = mean[count:]
     return AttentionLaw(
         weights=weights,
@@ -366,7 +369,7 @@ def _law(given: GivenQuery, mean: Array, error: Array) -> AttentionLaw:
         largest_weight=np.asarray(largest),
         alpha=np.asarray(given.regression @ mean[:count]),
         signal=np.asarray(signal),
-        weights_error=np.concatenate([error[:count], hidden]),
+        weights_error=np.concatenate([error[:count], masked]),
         entropy_error=np.asarray(error[count]),
         largest_weight_error=np.asarray(error[count + 2]),
         signal_error=np.asarray(error[count + 3]),

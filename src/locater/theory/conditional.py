@@ -36,40 +36,39 @@ class GivenQuery:
     @classmethod
     def of(cls, process: TokenProcess, query: int = -1, causal: bool = True) -> GivenQuery:
         """`query` counts from 0, or back from the last token if negative."""
-        total = process.tokens
-        if isinstance(query, bool) or not isinstance(query, (int, np.integer)) or not -total <= query < total:
-            raise LocaterError(f"query must be a position from {-total} to {total - 1}, got {query!r:.80}")
-        position = int(query) % total
-        return cls(process, position, position + 1 if causal else total)
+        if not isinstance(process, TokenProcess):
+            raise LocaterError(f"process must be a TokenProcess, got {type(process).__name__}")
+        position = check.position("query", query, process.tokens)
+        return cls(process, position, position + 1 if causal else process.tokens)
 
     @cached_property
-    def _visible(self) -> Array:
+    def _attended(self) -> Array:
         return self.process.position_covariance[: self.tokens, : self.tokens]
 
     @property
     def query_variance(self) -> float:
         """K_qq."""
-        return float(self._visible[self.position, self.position])
+        return float(self._attended[self.position, self.position])
 
     @cached_property
     def regression(self) -> Array:
         """u (T,)."""
         k = self.query_variance
-        u = self._visible[self.position] / k if k > 0 else np.zeros(self.tokens)
+        u = self._attended[self.position] / k if k > 0 else np.zeros(self.tokens)
         return np.asarray(u)
 
     @cached_property
     def covariance(self) -> Array:
         """C (T, T); the query's own row and column are zero."""
-        c = self._visible - np.outer(self.regression, self._visible[self.position])
+        c = self._attended - np.outer(self.regression, self._attended[self.position])
         c[self.position] = c[:, self.position] = 0.0
         return np.asarray(c)
 
     @cached_property
     def independent(self) -> bool:
         """Whether the others are independent of the query and of each other, and alike."""
-        rest = np.delete(np.delete(self._visible, self.position, 0), self.position, 1)
-        with_query = np.delete(self._visible[self.position], self.position)
+        rest = np.delete(np.delete(self._attended, self.position, 0), self.position, 1)
+        with_query = np.delete(self._attended[self.position], self.position)
         return not with_query.any() and len(rest) > 0 and bool((rest == rest[0, 0] * np.eye(len(rest))).all())
 
     # ------------------------------------------------------------------ the noise, C = L Lᵀ
@@ -115,7 +114,7 @@ class GivenQuery:
     @cached_property
     def _chain(self) -> tuple[Array, Array] | None:
         """Of a Markov process: slope and spread of each token given its neighbour on the query's side; else None."""
-        k, count = self._visible, self.tokens
+        k, count = self._attended, self.tokens
         slope, spread = np.zeros(count), np.zeros(count)
         for i in self.order:
             near = self._towards_query(i)

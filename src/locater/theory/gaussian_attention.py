@@ -56,22 +56,23 @@ def attention_from_gaussian(
         key_covariance: Cov(k_i) (..., T, K, K).
         cross_covariance: Cov(q, k_i) = E (q − E q)(k_i − E k_i)ᵀ (..., T, K, K).
         temperature: λ, commonly √K.
-        query: The query's own place among the keys, which the result names; it changes no number.
+        query: The query's own position among the keys, which the result names; it changes no number.
         samples: How many are drawn: 16,384, rounded up to 32 times a power of two.
         seed: What they are drawn from.
     """
     temperature, points = check.positive("temperature", temperature), points_of(samples)
     parts, lead = _parts(query_mean, key_mean, query_covariance, key_covariance, cross_covariance)
     keys = parts[1].shape[-2]
-    if isinstance(query, bool) or not isinstance(query, (int, np.integer)) or not -keys <= query < keys:
-        raise LocaterError(f"query must be a position from {-keys} to {keys - 1}, got {query!r:.80}")
+    position, seed = check.position("query", query, keys), check.at_least("seed", seed, 0)
 
     def one(head: tuple[int, ...]) -> AttentionLaw:
         forms = _forms(temperature, *(part[head] for part in parts))
+        if not max(np.abs(form).max() for form in forms) <= 1e200:
+            raise LocaterError("the logits of these means and covariances overflow: take a larger temperature")
         estimate, error = Strata.none().estimate(
             [softmax_statistics(logits) for logits in _logits(*forms, points, seed)], [np.zeros(points)] * REPLICATES
         )
-        return _law(estimate, error, int(query) % keys)
+        return _law(estimate, error, position)
 
     return over_heads(lead, one)
 
@@ -94,6 +95,8 @@ def _parts(
         ("cross_covariance", cross, (keys, width, width)),
     ):
         array = check.finite(name, value)
+        if np.abs(array).max(initial=0.0) > 1e150:
+            raise LocaterError(f"{name} must be at most 1e150 in size: squares overflow")
         if array.shape[-len(end) :] != end:
             raise LocaterError(f"{name} must end in {' × '.join(map(str, end))}, got shape {array.shape}")
         made.append(array if name == "cross_covariance" else check.symmetrised(name, array))

@@ -201,6 +201,10 @@ class Spectrum(Protocol):
     def trace_square(self) -> Array:
         """tr W²."""
 
+    @property
+    def size(self) -> float:
+        """About the largest logit at unit position variance and temperature, of any head."""
+
     def form(self, process: TokenProcess) -> QuadraticForm:
         """qᵀu_i at every token, leading shape (..., T)."""
 
@@ -233,6 +237,10 @@ class SymmetricSpectrum:
     def trace_square(self) -> Array:
         return self.scale
 
+    @property
+    def size(self) -> float:
+        return float(np.abs(self.eigenvalues).max(initial=0.0) * self.dim)
+
     def form(self, process: TokenProcess) -> QuadraticForm:
         # The 2 × 2 covariance [[k, c], [c, s]] of an eigen-direction's x_T and x_i − x̄ turns
         # w·x_T·(x_i − x̄) into two squares with weights ½ w (c ± √(k s)).
@@ -256,7 +264,7 @@ class HeadSpectrum:
     key: Array  # W_K Σ W_Kᵀ
     cross: Array  # W_Q Σ W_Kᵀ
     query_mean: Array | None = None  # W_Q m (..., 1 or T, K), of tokens with a mean m
-    key_mean: Array | None = None  # W_K m
+    key_mean: Array | None = None  # W_K m, less their mean
 
     @property
     def dim(self) -> int:
@@ -273,6 +281,13 @@ class HeadSpectrum:
     @property
     def trace_square(self) -> Array:
         return np.asarray((self.cross * np.swapaxes(self.cross, -1, -2)).sum((-2, -1)))
+
+    @property
+    def size(self) -> float:
+        squares = [np.trace(part, axis1=-2, axis2=-1).max(initial=0.0) for part in (self.query, self.key)]
+        means = (0.0 if part is None else np.abs(part).max(initial=0.0) for part in (self.query_mean, self.key_mean))
+        q, k = (np.sqrt(square) + mean for square, mean in zip(squares, means, strict=True))
+        return float(q) * float(k)
 
     def form(self, process: TokenProcess) -> QuadraticForm:
         s, c, k = process.centred_variance, process.query_covariance, process.query_variance
@@ -327,12 +342,19 @@ def spectrum_of(
     def product(a: Array, b: Array) -> Array:
         return np.asarray((a if sigma is None else a @ sigma) @ np.swapaxes(b, -1, -2))
 
-    f_q, f_k = _balancing(*(np.diagonal(product(w, w), axis1=-2, axis2=-1) for w in (w_q, w_k)))
-    w_q, w_k = f_q[..., None] * w_q, f_k[..., None] * w_k
-    means: tuple[Array, ...] = ()
+    sizes = [np.diagonal(product(w, w), axis1=-2, axis2=-1) for w in (w_q, w_k)]
+    m_q = m_k = None
     if mean is not None:
         m = check.finite("mean", mean)
         if m.shape[-1:] != w_q.shape[-1:] or m.ndim > 2:
             raise LocaterError(f"mean must be ({w_q.shape[-1]},), or (tokens, {w_q.shape[-1]}), got shape {m.shape}")
-        means = tuple(np.atleast_2d(m) @ np.swapaxes(w, -1, -2) for w in (w_q, w_k))
-    return HeadSpectrum(product(w_q, w_q), product(w_k, w_k), product(w_q, w_k), *means)
+        if np.abs(m).max(initial=0.0) > 1e100:
+            raise LocaterError(f"mean must be at most 1e100 in size, got {np.abs(m).max():.6g}: squares overflow")
+        m_q, m_k = (np.atleast_2d(m) @ np.swapaxes(w, -1, -2) for w in (w_q, w_k))
+        m_k = m_k - m_k.mean(-2, keepdims=True)  # softmax does not see what all keys have
+        sizes = [size + (each**2).mean(-2) for size, each in zip(sizes, (m_q, m_k), strict=True)]
+    f_q, f_k = _balancing(*sizes)
+    w_q, w_k = f_q[..., None] * w_q, f_k[..., None] * w_k
+    if m_q is not None and m_k is not None:
+        m_q, m_k = m_q * f_q[..., None, :], m_k * f_k[..., None, :]
+    return HeadSpectrum(product(w_q, w_q), product(w_k, w_k), product(w_q, w_k), m_q, m_k)

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from locater.errors import LocaterError
+from locater.theory import _checks as check
 from locater.theory._checks import Array
 from locater.theory.attention import REPLICATES, points_of, scalars_of, three_number_logits
 from locater.theory.conditional import GivenQuery
@@ -46,9 +48,14 @@ def attention_gradient(
     query: int = -1,
     causal: bool = True,
 ) -> AttentionGradient:
-    """Entropy and signal of `attention_from_traces` and their derivatives, with its arguments."""
-    given, points = GivenQuery.of(process, query, causal), points_of(samples)
+    """Entropy and signal of the three-number law and their derivatives, with the arguments of `attention_from_traces`.
+
+    All are sampled, for independent tokens too.
+    """
+    given, points, seed = GivenQuery.of(process, query, causal), points_of(samples), check.at_least("seed", seed, 0)
     shape, scalars = scalars_of(given, temperature, trace, trace_square, scale)
+    if not scalars:
+        raise LocaterError("attention of no head")
     found = np.empty((*shape, REPLICATES, 8))
     for head, of_head in scalars.items():
         for row, logits in enumerate(three_number_logits(given, of_head, points, seed)):

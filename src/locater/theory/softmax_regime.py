@@ -81,20 +81,20 @@ def independent_regimes(
     By the three-number law for independent tokens of variance 1, the last of which is the query: quadrature alone, a
     fraction of a millisecond a head.
     """
-    share, own, near = _independent(TokenProcess.independent(tokens), temperature, trace, trace_square, scale)
+    share, own, near = _independent(tokens, temperature, trace, trace_square, scale)
     return _rule(share, own, near), share * np.log(tokens)
 
 
-def _independent(process: TokenProcess, temperature: float, *numbers: ArrayLike) -> tuple[Array, Array, Array]:
+def _independent(tokens: int, temperature: float, *numbers: ArrayLike) -> tuple[Array, Array, Array]:
     """Share of the entropy, own weight, and weight on the nearer half, of independent tokens of variance 1."""
-    given = GivenQuery.of(process)
-    others = given.tokens - 1
-    shape, scalars = scalars_of(given, temperature, *numbers)
+    others = check.at_least("tokens", tokens, 2) - 1
+    query = GivenQuery.of(TokenProcess.independent(2))  # its variance is 1 at any T: no T × T matrix
+    shape, scalars = scalars_of(query, temperature, *numbers)
     own, entropy = np.empty(shape), np.empty(shape)
     for head, of_head in scalars.items():
         own[head], entropy[head] = own_weight_and_entropy(*of_head, others)
-    near = own + (1 - own) * ((given.tokens + 1) // 2 - 1) / others
-    return entropy / np.log(given.tokens), own, near
+    near = own + (1 - own) * ((tokens + 1) // 2 - 1) / others
+    return entropy / np.log(tokens), own, near
 
 
 def _names(law: AttentionLaw) -> NDArray[np.str_]:
@@ -142,11 +142,11 @@ def attention_map(
     `symmetry` is tr W²/scale: 1 for a symmetric W_QK, 0 for a random one, −1 for an antisymmetric one.
     """
     r, eta = check.finite("trace", trace).reshape(-1), check.finite("scale", scale).reshape(-1)
-    if (eta < 0).any() or not -1 <= symmetry <= 1:
+    if (eta < 0).any() or not -1 <= check.number("symmetry", symmetry) <= 1:
         raise LocaterError("scale must not be negative, and symmetry within ±1")
     square = np.broadcast_to(eta**2, (len(r), len(eta)))
     if process.kind == "independent":
-        share, own, near = _independent(process, 1.0, r[:, None], symmetry * square, square)
+        share, own, near = _independent(process.tokens, 1.0, r[:, None], symmetry * square, square)
     else:
         law = attention_from_traces(r[:, None], symmetry * square, square, process, 1.0, samples=samples)
         share, own, near = law.entropy_share, law.weights[..., law.query], _near(law)
