@@ -65,3 +65,7 @@ def test_what_no_matrix_has_is_refused():
     one = torch.tensor(1.0)
     with pytest.raises(LocaterError, match="trace_square must be within"):
         predicted_attention(one, 2 * one, one, PROCESS, 1.0)
+    with pytest.raises(LocaterError, match="tensors that broadcast"):
+        predicted_attention(torch.ones(2), torch.ones(3), one, PROCESS, 1.0)
+    entropy, _ = predicted_attention(1.0, 1.0, 1.0, PROCESS, 1.0, samples=64)  # plain numbers will do
+    assert 0 < float(entropy) < np.log(32)
