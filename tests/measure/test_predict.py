@@ -166,6 +166,22 @@ def test_an_observation_predicts_what_predict_does():
     assert len(seen.table()) == 4  # all else is measured beside it
 
 
+def test_what_comes_after_the_sequences_to_predict_from_may_be_of_any_kind():
+    model = build("llama")
+    ids = torch.randint(3, VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(0))
+    padded = torch.ones(10, 6, dtype=torch.long)
+    padded[8:, 4:] = 0  # of the sequences past the eighth alone
+    with torch.no_grad(), observe(model, layers=[1], predict=8) as seen:
+        cache = model(torch.cat([ids, ids[:2]]), attention_mask=padded, use_cache=True).past_key_values
+        model(ids[:6].repeat(1, 2)[:, :7])
+        model(ids[:, :1].repeat(2, 1)[:10], past_key_values=cache)
+        model(ids, attention_mask=padded[2:])
+    (found,), (expected,) = seen.predict(), predict(model, [ids], layers=[1])
+    np.testing.assert_allclose(found.general, expected.general, atol=1e-6)
+    assert found.sequences == 4
+    assert seen.table()["queries"].tolist() == [8 * 6 + 2 * 4 + 6 * 7 + 10 + 6 * 6 + 2 * 4] * 4
+
+
 def test_an_observation_without_what_a_prediction_needs_says_so():
     model = build("llama")
     with observe(model) as seen:
@@ -181,6 +197,8 @@ def test_an_observation_without_what_a_prediction_needs_says_so():
         model(torch.full((4, 7), 5))  # goes on: what came by is only found wanting where it is asked for
     with pytest.raises(LocaterError, match="of one length"):
         seen.predict()
+    with pytest.raises(LocaterError, match="queries is empty"), observe(model, queries=(), predict=8):
+        pass
     for wrong in (True, 3, 2.5):
         with pytest.raises(LocaterError, match="must be how many sequences"), observe(model, predict=wrong):
             pass
@@ -219,6 +237,39 @@ def test_what_cannot_be_predicted_is_told():
     with pytest.raises(LocaterError, match="of one length"):
         predict(model, [{"query": a, "key": a, "value": a} for a in (x, longer)])
     assert model.training
+
+
+BATCHES = {"none": None, "a number": 5, "one batch": torch.zeros(8, 6), "one mapping": {"query": torch.zeros(8, 6, 8)}}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_that_are_none_are_refused_in_a_sentence(name):
+    with pytest.raises(LocaterError, match="batches must be a list of them"):
+        predict(nn.MultiheadAttention(8, 1, batch_first=True), BATCHES[name])
+
+
+@pytest.mark.parametrize("queries", [-1, None, "ab", (1.5,), ((1,),)])
+def test_queries_that_are_no_positions_are_refused_in_a_sentence(queries):
+    model = nn.MultiheadAttention(8, 1, batch_first=True)
+    with pytest.raises(LocaterError, match="queries must be a list of positions"):
+        predict(model, self_attention(torch.randn(8, 6, 8)), queries=queries)
+    if queries is not None:  # the last one
+        with pytest.raises(LocaterError, match="queries must be a list of positions"), observe(model, queries=queries):
+            pass
+
+
+def test_agreement_of_nothing_or_of_a_query_that_was_not_chosen_is_refused_in_a_sentence():
+    model, batches = nn.MultiheadAttention(8, 1, batch_first=True), self_attention(torch.randn(8, 6, 8))
+    with pytest.raises(LocaterError, match="queries is empty"):
+        predict(model, batches, queries=())
+    found = predict(model, batches, queries=np.array([-1, 2]))
+    assert repr(agreement(found, -1)) == repr(agreement(iter(found), np.int64(1)))  # NaN is no NaN's equal
+    for query in (2, -3, 0.5, None):
+        with pytest.raises(LocaterError, match="query must be one of the 2 that were predicted"):
+            agreement(found, query)
+    for wrong in ([], None, 3, "ab", found[0], found[0].attention):
+        with pytest.raises(LocaterError, match="predictions must be a list of one or more"):
+            agreement(wrong)
 
 
 def test_parts_of_the_model_stay_in_the_mode_they_were_in():

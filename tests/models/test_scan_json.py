@@ -117,6 +117,16 @@ def test_a_file_from_before_softmax_is_a_scan_with_those_columns_empty(file):
     assert Scan.from_json(json.loads(json.dumps(read.to_json()))).table.equals(read.table)
 
 
+def test_a_row_without_softmax_leaves_the_others_as_they_are(file):
+    expected = Scan.from_json(file).table
+    for row, name in ((0, "attention_regime"), (3, "attention_entropy")):
+        del file["heads"][row][name]
+    read = Scan.from_json(file).table
+    assert read["attention_regime"].tolist() == ["", *expected["attention_regime"][1:]]
+    assert read["attention_entropy"].drop(3).equals(expected["attention_entropy"].drop(3))
+    assert np.isnan(read["attention_entropy"][3])
+
+
 MODULE = "model.layers.1.self_attn"
 DAMAGES = {
     "no rows": (lambda f: f.update(heads=[]), "this is no scan: its heads must be a list of rows"),

@@ -17,7 +17,10 @@ def explore_command(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page.")] = Path("explorer.html"),
     json_file: JsonOption = None,
 ) -> None:
-    """A page with sliders for the spectrum, d, T, λ and the tokens: ρ by every formula, computed in the browser."""
+    """A page with sliders for the spectrum, d, T, λ and the tokens: ρ by every formula, and softmax's weights.
+
+    All is computed in the browser.
+    """
     from locater.pages.explore import write_explorer
 
     terminal.check_file(out)

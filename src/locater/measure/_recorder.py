@@ -49,7 +49,7 @@ class SiteRecorder:
             try:
                 self.split.add(calls, states)
             except LocaterError as error:
-                self.not_split = error  # told where a prediction is asked for: the rest is measured all the same
+                self.not_split = error  # raised where a prediction is asked for: the rest is measured all the same
         for call in calls:
             if 0 in call.sizes:
                 continue  # a batch without a sequence, or without a key

@@ -8,7 +8,8 @@ Legend: B sequences, H query heads, G key heads, R query heads of each, Q querie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import index
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ from locater.hooks import AttentionSite, Call
 from locater.measure._moments import Moments
 
 
+def query_positions(queries: Iterable[int]) -> tuple[int, ...]:
+    """As ints; LocaterError if they are none."""
+    try:
+        return tuple(index(query) for query in queries)
+    except TypeError as error:
+        raise LocaterError(f"queries must be a list of positions, whole numbers, got {queries!r:.80}") from error
+
+
 class Measured:
     """Sums over the sequences held out."""
 
@@ -25,12 +34,12 @@ class Measured:
         self.sequences = 0
         self._sums: list[Tensor] = []
 
-    def add(self, logits: Tensor, hidden: Tensor, last: Tensor) -> None:
+    def add(self, logits: Tensor, masked: Tensor, last: Tensor) -> None:
         """Logits (B, H, Q, T), which of them are masked (Q, T), and those of the last query (B, H, T)."""
         z = (1 + last - last.mean(-1, keepdim=True)) / last.shape[-1]
-        log_weights = logits.masked_fill(hidden, -torch.inf).log_softmax(-1)
+        log_weights = logits.masked_fill(masked, -torch.inf).log_softmax(-1)
         weights = log_weights.exp()
-        entropy = -(weights * log_weights.masked_fill(hidden, 0)).sum(-1)
+        entropy = -(weights * log_weights.masked_fill(masked, 0)).sum(-1)
         sums = [((z >= 0) & (z <= 1)).double().sum(0), weights.sum(0), entropy.sum(0), (entropy**2).sum(0)]
         self._sums = [old + new for old, new in zip(self._sums, sums, strict=True)] if self._sums else sums
         self.sequences += len(logits)
@@ -64,6 +73,8 @@ class SplitRecorder:
     """
 
     def __init__(self, site: AttentionSite, queries: Sequence[int] = (-1,), most: int | None = None) -> None:
+        if not queries:
+            raise LocaterError("predictions are for chosen queries, and queries is empty")
         self.site, self.queries, self._most = site, tuple(queries), most
         self.sequences = 0
         self.scale = 1.0
@@ -82,12 +93,12 @@ class SplitRecorder:
 
     def add(self, calls: Sequence[Call], states: Tensor | None) -> None:
         for call in calls:
-            self._check(call)
             before, count = self.sequences, len(call.q)
             if self._most is not None:
                 count = min(count, self._most - before)
             if not count:
-                return
+                return  # what comes after `most` sequences may be of any kind
+            self._check(call, count)
             self.sequences += count
             q, k = call.q[:count], call.k[:count]
             fit, held = slice(before % 2, None, 2), slice(1 - before % 2, None, 2)
@@ -113,12 +124,13 @@ class SplitRecorder:
             return
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         after = torch.arange(self.tokens) > torch.tensor(self.positions())[:, None]
-        hidden = after if self.causal else torch.zeros_like(after)
-        self.measured.add(self.scale * q @ k.mT, hidden, self.scale * (last[:, :, None] @ k.mT)[:, :, 0])
+        masked = after if self.causal else torch.zeros_like(after)
+        self.measured.add(self.scale * q @ k.mT, masked, self.scale * (last[:, :, None] @ k.mT)[:, :, 0])
 
-    def _check(self, call: Call) -> None:
+    def _check(self, call: Call, count: int) -> None:
+        """Whether the first `count` sequences of the call can be predicted."""
         _, _, tq, tk = call.sizes
-        padded = any(mask is not None and not bool(mask.all()) for mask in (call.key_mask, call.real))
+        padded = any(mask is not None and not bool(mask[:count].all()) for mask in (call.key_mask, call.real))
         if padded or (self.tokens and self.tokens != tk):
             raise LocaterError(f"{self.site.name}: predicting needs sequences of one length, without padding")
         if call.bias is not None or call.softcap is not None or (call.window is not None and call.window < tk):

@@ -21,6 +21,7 @@ from locater.errors import LocaterError
 from locater.hooks import Stacked, attention_sites
 from locater.measure._moments import Covariances
 from locater.measure._recorder import SiteRecorder
+from locater.measure._split import query_positions
 from locater.measure._tally import HeadTally
 from locater.measure._tracker import Tracker
 from locater.measure.predict import Prediction, predictions_of
@@ -75,7 +76,7 @@ def observe(
         raise LocaterError(f"predict must be how many sequences, 4 or more, predictions are made from, got {predict!r}")
     if predict is not None and isinstance(model, Stacked):
         raise LocaterError("predictions are of a model; a stack has none")
-    rows = (-1,) if queries is None else tuple(int(query) for query in queries)
+    rows = (-1,) if queries is None else query_positions(queries)
     sites = attention_sites(model, layers)
     recorders = [SiteRecorder(site, rows, covariances, by_position, predict) for site in sites]
     tracker = Tracker(model, every, recorders)

@@ -18,7 +18,7 @@ Legend: T tokens, G key heads, R query heads of each, Q queries of a sequence, K
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.hooks import attention_sites
 from locater.measure._regression import query_key_law
-from locater.measure._split import SplitRecorder
+from locater.measure._split import SplitRecorder, query_positions
 from locater.measure._tracker import Tracker
 from locater.models import Attention, attentions
 from locater.qk import QK
@@ -61,7 +61,7 @@ class AttentionPrediction:
     sequences: int  # that were measured
     entropy: Array  # (heads,): mean over them, nats
     entropy_error: Array  # the standard error of that
-    weights: Array  # (heads, T): mean weight of every key; zero for those that a causal mask hides
+    weights: Array  # (heads, T): mean weight of every key; zero for those that are masked
     laws: Mapping[str, AttentionLaw]  # by name, of LAWS; `general` alone where the module's W_QK is not known
 
 
@@ -104,7 +104,13 @@ def agreement(predictions: Iterable[Prediction], query: int = 0) -> list[Agreeme
     """A row a law, over all heads for which it made a prediction, of the `query`-th of the chosen queries."""
     from scipy.stats import spearmanr
 
-    found = [one.attention[query] for one in predictions]
+    given = list(predictions) if isinstance(predictions, Iterable) else []
+    if not given or not all(isinstance(one, Prediction) for one in given):
+        raise LocaterError(f"predictions must be a list of one or more, as predict returns, got {predictions!r:.80}")
+    queries = min(len(one.attention) for one in given)
+    if not isinstance(query, int | np.integer) or not -queries <= query < queries:
+        raise LocaterError(f"query must be one of the {queries} that were predicted, from 0 on, got {query!r:.80}")
+    found = [one.attention[query] for one in given]
     rows = []
     for law in LAWS:
         parts = [(one.entropy, one.laws[law].entropy, one.entropy_error) for one in found if law in one.laws]
@@ -134,18 +140,30 @@ def predict(
     keys of the sequences to estimate from are kept until the end, in float32. `rho_method` is that of
     `theory.rho`, "gaussian" or "exact" (seconds a module), for ρ by all three models of the tokens.
     """
-    recorders = [SplitRecorder(site, queries) for site in attention_sites(model, layers) if not site.cross]
+    rows, given = query_positions(queries), _several(batches)
+    recorders = [SplitRecorder(site, rows) for site in attention_sites(model, layers) if not site.cross]
     modes = [(module, module.training) for module in model.modules()]  # parts may have one of their own
     model.eval()
     try:
         with ExitStack() as undo:
             Tracker(model, 1, recorders).attach(undo)
-            for batch in batches:
+            for batch in given:
                 model(**batch) if isinstance(batch, Mapping) else model(batch)
     finally:
         for module, training in modes:
             module.training = training
     return predictions_of(model, recorders, rho_method)
+
+
+def _several(batches: Iterable[Mapping[str, Tensor] | Tensor]) -> Iterator[Mapping[str, Tensor] | Tensor]:
+    try:
+        if isinstance(batches, Mapping | str) or (isinstance(batches, Tensor) and batches.ndim < 3):
+            raise TypeError  # its parts are no batches
+        return iter(batches)
+    except TypeError as error:
+        raise LocaterError(
+            f"batches must be a list of them, each a tensor or a mapping, got one {type(batches).__name__}"
+        ) from error
 
 
 def predictions_of(
@@ -180,8 +198,8 @@ def _prediction(one: SplitRecorder, head: Attention | None, rho_method: str) -> 
         }
     made = []
     for index, position in enumerate(one.positions()):
-        visible = position + 1 if one.causal else one.tokens
-        laws = {"general": _general(queries[:, :, :, index], keys[:, :, :visible], temperature, position, one.tokens)}
+        attended = position + 1 if one.causal else one.tokens
+        laws = {"general": _general(queries[:, :, :, index], keys[:, :, :attended], temperature, position, one.tokens)}
         if head is not None and process is not None and tokens is not None:
             laws |= _of_tokens(head, process, tokens.covariance, temperature, query=position, causal=one.causal)
         made.append(
@@ -201,14 +219,14 @@ def _prediction(one: SplitRecorder, head: Attention | None, rho_method: str) -> 
 
 
 def _general(q: Tensor, k: Tensor, temperature: float, position: int, tokens: int) -> AttentionLaw:
-    """Of queries (n, G, R, K) and the keys (n, G, visible, K) that they see, a key head at a time."""
+    """Of queries (n, G, R, K) and the keys (n, G, attended, K) that they attend to, a key head at a time."""
     laws = []
     for head in range(k.shape[1]):
         parts = (part.numpy() for part in query_key_law(q[:, head], k[:, head]))
         laws.append(attention_from_gaussian(*parts, temperature=temperature, query=position, samples=_SAMPLES))
     law = _joined(laws)
-    hidden = ((0, 0), (0, tokens - law.tokens))
-    return replace(law, weights=np.pad(law.weights, hidden), weights_error=np.pad(law.weights_error, hidden))
+    masked = ((0, 0), (0, tokens - law.tokens))
+    return replace(law, weights=np.pad(law.weights, masked), weights_error=np.pad(law.weights_error, masked))
 
 
 def _joined(laws: Sequence[AttentionLaw]) -> AttentionLaw:

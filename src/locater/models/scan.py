@@ -223,8 +223,7 @@ class Scan:
         _check(value, _ASKED, "the scan")
         for number, row in enumerate(value["heads"], start=1):
             _check(row, _ROW, f"row {number}")
-        missing = {name: cell for name, cell in _NOT_THERE.items() if any(name not in row for row in value["heads"])}
-        rows = [row | missing for row in value["heads"]]
+        rows = [row | {k: cell for k, cell in _NOT_THERE.items() if k not in row} for row in value["heads"]]
         for number, row in enumerate(rows, start=1):
             _check(row, _LATER, f"row {number}")
         table = pd.DataFrame(rows)
