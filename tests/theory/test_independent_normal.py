@@ -58,3 +58,8 @@ def test_numbers_no_matrix_has_are_refused():
         independent_regimes(1.0, 2.0, 1.0, 8, 1.0)
     with pytest.raises(LocaterError, match="tokens must be a whole number of at least 2, got 1"):
         independent_regimes(1.0, 1.0, 1.0, 1, 1.0)
+
+
+def test_a_million_tokens_need_no_matrix():
+    names, _ = independent_regimes([1.0, 500.0], [1.0, 4.0], [1.0, 9.0], 10**6, 1.0)
+    assert names.tolist() == ["uniform", "collapsed itself"]

@@ -124,7 +124,7 @@ _PLACES: dict[str, _Places] = {  # of the names of the regions, (trace, scale); 
 
 
 def regimes(progress: Progress) -> Drawing:
-    """Regimes of softmax over trace and scale for three kinds of tokens; borders are level sets of exact numbers."""
+    """Regimes of softmax over trace and scale for three kinds of tokens, by the three-number law."""
     reach = np.arcsinh(100 / _LINEAR)
     trace = _LINEAR * np.sinh(np.linspace(-reach, reach, _GRID[0]))
     scale = np.geomspace(0.01, 100, _GRID[1])

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,7 @@ from locater.theory import (
     rho,
     rho_from_gaussian,
 )
+from locater.theory.attention import joined
 
 __all__ = ["LAWS", "Agreement", "AttentionPrediction", "Prediction", "agreement", "predict"]
 
@@ -224,16 +225,9 @@ def _general(q: Tensor, k: Tensor, temperature: float, position: int, tokens: in
     for head in range(k.shape[1]):
         parts = (part.numpy() for part in query_key_law(q[:, head], k[:, head]))
         laws.append(attention_from_gaussian(*parts, temperature=temperature, query=position, samples=_SAMPLES))
-    law = _joined(laws)
+    law = joined(laws, np.concatenate)
     masked = ((0, 0), (0, tokens - law.tokens))
     return replace(law, weights=np.pad(law.weights, masked), weights_error=np.pad(law.weights_error, masked))
-
-
-def _joined(laws: Sequence[AttentionLaw]) -> AttentionLaw:
-    """Laws of heads (R, …) as one of all heads."""
-    names = [field.name for field in fields(AttentionLaw) if isinstance(getattr(laws[0], field.name), np.ndarray)]
-    joined: dict[str, Any] = {name: np.concatenate([getattr(law, name) for law in laws]) for name in names}
-    return replace(laws[0], **joined)
 
 
 def _of_tokens(

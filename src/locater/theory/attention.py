@@ -12,8 +12,8 @@ and how much that leaves open is given as a standard error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -233,14 +233,14 @@ def over_heads(shape: tuple[int, ...], one: Callable[[tuple[int, ...]], Attentio
     laws = [one(index) for index in np.ndindex(shape)]
     if not laws:
         raise LocaterError("attention of no head")
-    if shape == ():
-        return laws[0]
-    arrays = {
-        f.name: np.stack([getattr(law, f.name) for law in laws]).reshape(*shape, *np.shape(getattr(laws[0], f.name)))
-        for f in fields(AttentionLaw)
-        if isinstance(getattr(laws[0], f.name), np.ndarray)
-    }
-    return AttentionLaw(**{f.name: arrays.get(f.name, getattr(laws[0], f.name)) for f in fields(AttentionLaw)})
+    return joined(laws, lambda parts: np.stack(parts).reshape(*shape, *parts[0].shape))
+
+
+def joined(laws: Sequence[AttentionLaw], join: Callable[[list[Array]], Array]) -> AttentionLaw:
+    """Several laws as one: their arrays joined, all else the first's."""
+    names = [f.name for f in fields(AttentionLaw) if isinstance(getattr(laws[0], f.name), np.ndarray)]
+    arrays: dict[str, Any] = {name: join([getattr(law, name) for law in laws]) for name in names}
+    return replace(laws[0], **arrays)
 
 
 # ---------------------------------------------------------------------- independent tokens
