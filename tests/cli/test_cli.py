@@ -120,12 +120,12 @@ def test_json_goes_to_a_file_while_people_read_the_screen(tmp_path, here):
 
 @pytest.mark.long
 def test_demo_predicts_simulates_trains_and_draws(tmp_path):
-    done = run("demo", "--out", "here", "--steps", "30", "--json", "demo.json", cwd=tmp_path)
+    done = run("demo", "--out", "here", "--steps", "4", "--json", "demo.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for name in ("figure-5.png", "laptop-curves.png", "laptop-rho.png"):
         assert (tmp_path / "here" / name).exists()
     answer = json.loads((tmp_path / "demo.json").read_text())
-    assert [row["steps"] for row in answer["members"]] == [30, 30, 30]
+    assert [row["steps"] for row in answer["members"]] == [4, 4, 4]
     spectra = answer["spectra"]
     assert max(result["largest_gap"]["exact"] for result in spectra) < spectra[0]["four_standard_errors"] * 1.1
     assert max(result["softmax"]["standard_errors"] for result in spectra) < 4
@@ -326,7 +326,7 @@ def test_what_the_system_refuses_is_one_line_that_says_what_was_being_done(error
 
 
 def test_a_progress_bar_is_shown_on_a_terminal_and_only_there(tmp_path):
-    command = ["rho", "--mean", "0.1", "--dim", "8", "--tokens", "20", "--method", "montecarlo", "--samples", "1000000"]
+    command = ["rho", "--mean", "0.1", "--dim", "8", "--tokens", "20", "--method", "montecarlo", "--samples", "100000"]
     silent = run(*command, cwd=tmp_path)
     assert silent.stderr == ""
     keyboard, screen = pty.openpty()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -16,7 +16,13 @@ from locater.cli._terminal import JsonOption, OutOption, SeedOption
 from locater.io import json_bytes, writable_folder, write_file
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from locater.lab import Config
+    from locater.theory import TokenProcess
+
+    Array: TypeAlias = NDArray[np.float64]
 
 __all__ = ["demo_command"]
 
@@ -38,10 +44,7 @@ def demo_command(
     folder = writable_folder(out)
     with terminal.progress("simulating") as progress:
         written = draw(5, folder, lambda share: progress(0.3 * share))
-        results: list[dict[str, Any]] = []
-        for done, (mean, std) in enumerate(_SPECTRA, start=1):
-            results.append(_compare(mean, std, seed=seed))
-            progress(0.3 + 0.7 * done / len(_SPECTRA))
+        results = _compare(_SPECTRA, seed=seed, progress=lambda share: progress(0.3 + 0.7 * share))
     if json_file != "-":
         _print_predictions(results)
         print("Training three models as one program, on State of the Union addresses …", flush=True)
@@ -108,40 +111,88 @@ def _sparkline(values: list[float], width: int = 10, full: float | None = 1.0) -
 
 
 def _compare(
-    mean: float, std: float, *, dim: int = 128, tokens: int = 40, walks: int = 4000, seed: int = 0
-) -> dict[str, Any]:
-    """Softmax attention and, by every method, ρ of one spectrum, beside what is counted in simulated walks."""
+    spectra: Sequence[tuple[float, float]],
+    *,
+    dim: int = 128,
+    tokens: int = 40,
+    walks: int = 4000,
+    seed: int = 0,
+    progress: Callable[[float], None] = lambda share: None,
+) -> list[dict[str, Any]]:
+    """Softmax attention and, by every method, ρ of each spectrum, beside what is counted in the same simulated walks."""
     import numpy as np
 
     from locater.theory import TokenProcess, attention, attention_regime, normal_spectrum, regime, rho
-    from locater.theory.law import spectrum_of
-    from locater.theory.simulate import rho_by_walks
 
-    spectrum, walk, temperature = normal_spectrum(mean, std, dim), TokenProcess.random_walk(tokens), np.sqrt(dim)
-    predicted = {
-        method: rho(spectrum, walk, temperature, method)
-        for method in ("exact", "gaussian", "asymptotic", "printed")
-    }  # fmt: skip
-    simulated = rho_by_walks(spectrum_of(spectrum), walk, temperature, samples=walks, seed=seed)
-    law = attention(spectrum, walk, temperature)
-    counted = attention(spectrum, walk, temperature, "montecarlo", samples=walks, seed=seed)
-    phrase = attention_regime(law)
-    return {
-        "mean": mean,
-        "std": std,
-        "softmax": {
+    walk, temperature = TokenProcess.random_walk(tokens), float(np.sqrt(dim))
+    eigenvalues = np.stack([normal_spectrum(mean, std, dim) for mean, std in spectra])
+    counted = _count(eigenvalues, walk, temperature, walks, seed, lambda share: progress(0.5 * share))
+    results: list[dict[str, Any]] = []
+    for (mean, std), spectrum, seen in zip(spectra, eigenvalues, counted, strict=True):
+        predicted = {
+            method: rho(spectrum, walk, temperature, method)
+            for method in ("exact", "gaussian", "asymptotic", "printed")
+        }  # fmt: skip
+        law = attention(spectrum, walk, temperature)
+        phrase = attention_regime(law)
+        gap = abs(law.entropy - seen.entropy) / np.hypot(law.entropy_error, seen.entropy_error)
+        softmax = {
             "regime": f"{phrase.name} {phrase.side}".strip(),
-            "weights": {"exact": law.weights.tolist(), "simulated": counted.weights.tolist()},
-            "entropy": {"exact": float(law.entropy), "simulated": float(counted.entropy)},
-            "standard_errors": float(
-                abs(law.entropy - counted.entropy) / np.hypot(law.entropy_error, counted.entropy_error)
-            ),
-        },
-        "regime": regime(predicted["exact"]),
-        "rho": {name: values.tolist() for name, values in predicted.items()} | {"simulated": simulated.tolist()},
-        "largest_gap": {name: float(np.abs(values - simulated).max()) for name, values in predicted.items()},
-        "four_standard_errors": float(4 * np.sqrt(0.25 / walks)),
-    }
+            "weights": {"exact": law.weights.tolist(), "simulated": seen.weights.tolist()},
+            "entropy": {"exact": float(law.entropy), "simulated": seen.entropy},
+            "standard_errors": float(gap),
+        }
+        by_name = {name: values.tolist() for name, values in predicted.items()} | {"simulated": seen.rho.tolist()}
+        results.append(
+            {
+                "mean": mean,
+                "std": std,
+                "softmax": softmax,
+                "regime": regime(predicted["exact"]),
+                "rho": by_name,
+                "largest_gap": {name: float(np.abs(values - seen.rho).max()) for name, values in predicted.items()},
+                "four_standard_errors": float(4 * np.sqrt(0.25 / walks)),
+            }
+        )
+        progress(0.5 + 0.5 * len(results) / len(spectra))
+    return results
+
+
+class _Counted(NamedTuple):
+    """Of the last token's attention over simulated walks."""
+
+    rho: Array  # (T,)
+    weights: Array  # (T,)
+    entropy: float
+    entropy_error: float  # standard
+
+
+def _count(
+    eigenvalues: Array, walk: TokenProcess, temperature: float, walks: int, seed: int, progress: Callable[[float], None]
+) -> list[_Counted]:
+    """By the definitions alone: shares on the slope, weights and entropy, of every row in the same walks."""
+    import numpy as np
+    from scipy.special import entr
+
+    from locater.theory import piecewise_softmax, softmax
+
+    on_slope, weights = np.zeros((2, len(eigenvalues), walk.tokens))
+    entropies: list[list[Array]] = [[] for _ in eigenvalues]
+    done = 0
+    for x in walk.sample_batches(walks, eigenvalues.shape[1], seed=seed):  # in the eigenbasis of W_QK
+        for row, spectrum in enumerate(eigenvalues):
+            logits = np.matmul(x, (spectrum * x[:, -1])[:, :, None])[:, :, 0] / temperature
+            attended = softmax(logits)
+            on_slope[row] += piecewise_softmax(logits).active.sum(0)
+            weights[row] += attended.sum(0)
+            entropies[row].append(entr(attended).sum(1))
+        done += len(x)
+        progress(done / walks)
+    nats = [np.concatenate(parts) for parts in entropies]
+    return [
+        _Counted(on_slope[row] / walks, weights[row] / walks, float(each.mean()), float(each.std() / np.sqrt(walks - 1)))
+        for row, each in enumerate(nats)
+    ]
 
 
 _KAPPAS = (None, 1.0, 100.0)

@@ -233,7 +233,7 @@ def over_heads(shape: tuple[int, ...], one: Callable[[tuple[int, ...]], Attentio
     laws = [one(index) for index in np.ndindex(shape)]
     if not laws:
         raise LocaterError("attention of no head")
-    return joined(laws, lambda parts: np.stack(parts).reshape(*shape, *parts[0].shape))
+    return joined(laws, lambda parts: np.stack(parts).reshape((*shape, *parts[0].shape)))
 
 
 def joined(laws: Sequence[AttentionLaw], join: Callable[[list[Array]], Array]) -> AttentionLaw:
