@@ -117,9 +117,9 @@ def _compare(
     tokens: int = 40,
     walks: int = 4000,
     seed: int = 0,
-    progress: Callable[[float], None] = lambda share: None,
+    progress: Callable[[float], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Softmax attention and, by every method, ρ of each spectrum, beside what is counted in the same simulated walks."""
+    """Softmax attention and, by every method, ρ of each spectrum, beside what is counted in simulated walks."""
     import numpy as np
 
     from locater.theory import TokenProcess, attention, attention_regime, normal_spectrum, regime, rho
@@ -190,8 +190,8 @@ def _count(
         progress(done / walks)
     nats = [np.concatenate(parts) for parts in entropies]
     return [
-        _Counted(on_slope[row] / walks, weights[row] / walks, float(each.mean()), float(each.std() / np.sqrt(walks - 1)))
-        for row, each in enumerate(nats)
+        _Counted(slope / walks, weight / walks, float(each.mean()), float(each.std() / np.sqrt(walks - 1)))
+        for slope, weight, each in zip(on_slope, weights, nats, strict=True)
     ]
 
 
