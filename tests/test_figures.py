@@ -18,10 +18,16 @@ FROM_THEORY = [*(number for number in FIGURES if number not in FROM_RUNS), *OF_S
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
+    """Each when it is first asked for, by the worker that needs it."""
     folder = tmp_path_factory.mktemp("figures")
+
+    class Drawn(dict):
+        def __missing__(self, which):
+            return self.setdefault(which, draw(which, folder))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_softmax, "_GRID", (13, 9))  # half a minute less
-        return {which: draw(which, folder) for which in FROM_THEORY}
+        patch.setattr(_softmax, "_GRID", (9, 7))  # half a minute less
+        yield Drawn()
 
 
 @pytest.mark.parametrize("which", FROM_THEORY)

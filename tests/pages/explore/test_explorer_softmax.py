@@ -61,7 +61,7 @@ def test_weights_entropy_and_regime_of_softmax_are_pythons(explorer, full):
         for process in ("walk", "ar", "independent")
         for d, T, mean, std in spectra
     ]
-    states += list(random_states(400 if full else 60, seed=1))
+    states += list(random_states(400 if full else 30, seed=1))
     states = [state for state in states if state["process"] != "independent" or spread_of(state) < 6]
     page = explorer()
     for state, found in zip(states, page.evaluate(COMPUTE, states), strict=True):
@@ -156,10 +156,10 @@ def test_softmax_looks_at_the_last_tokens_where_rho_is_high_in_the_middle(explor
     "state",
     [
         DEFAULT | {"d": 16, "T": 12},
-        DEFAULT | {"d": 9, "T": 30, "process": "ar", "decay": -0.7},
-        DEFAULT | {"d": 64, "T": 20, "process": "independent"},
+        DEFAULT | {"d": 9, "T": 14, "process": "ar", "decay": -0.7},
+        DEFAULT | {"d": 64, "T": 10, "process": "independent"},
         DEFAULT | {"d": 1, "T": 4},
-        DEFAULT | {"mode": "limit", "xi": 3.0, "eta": 0.1, "T": 24},
+        DEFAULT | {"mode": "limit", "xi": 3.0, "eta": 0.1, "T": 12},
     ],
 )
 def test_the_plane_shows_the_regimes_of_softmax(explorer, state):
@@ -187,7 +187,7 @@ def test_the_plane_shows_the_regimes_of_softmax(explorer, state):
 
 
 def test_the_plane_is_switched_between_rho_and_softmax_by_the_keyboard(fresh_explorer):
-    page = fresh_explorer("#d=16&T=12")
+    page = fresh_explorer("#d=6&T=5")
     rho = regimes_of(page)["regimes"]
     assert "late" in page.locator("#regimes").inner_text()
     assert page.locator("#regimes li").first.inner_text() == "ρ is"
@@ -197,7 +197,7 @@ def test_the_plane_is_switched_between_rho_and_softmax_by_the_keyboard(fresh_exp
     softmax = regimes_of(page)["regimes"]
     assert set(softmax.flat) <= set(ATTENTION_REGIMES)
     assert page.locator("#regimes li").all_inner_texts() == ["Softmax is", *ATTENTION_REGIMES.values()]
-    assert "Softmax by the exact law: random walk tokens, d = 16, T = 12" in page.locator("#plane-caption").inner_text()
+    assert "Softmax by the exact law: random walk tokens, d = 6, T = 5" in page.locator("#plane-caption").inner_text()
     assert page.locator("#plane").get_attribute("aria-label").startswith("Regimes of softmax ")
     assert eventually(page, "location.hash.includes('map=softmax')")
     page.reload()
@@ -211,7 +211,7 @@ def test_the_plane_is_switched_between_rho_and_softmax_by_the_keyboard(fresh_exp
 
 
 def test_a_plane_that_was_seen_before_is_there_at_once(explorer):
-    page = explorer("#d=12&T=9")
+    page = explorer("#d=5&T=6")
     first = regimes_of(page)["regimes"]
     page.get_by_label("softmax", exact=True).check()
     page.evaluate("explorer.settled()")
