@@ -120,12 +120,12 @@ def test_json_goes_to_a_file_while_people_read_the_screen(tmp_path, here):
 
 @pytest.mark.long
 def test_demo_predicts_simulates_trains_and_draws(tmp_path):
-    done = run("demo", "--out", "here", "--steps", "4", "--json", "demo.json", cwd=tmp_path)
+    done = run("demo", "--out", "here", "--steps", "2", "--json", "demo.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for name in ("figure-5.png", "laptop-curves.png", "laptop-rho.png"):
         assert (tmp_path / "here" / name).exists()
     answer = json.loads((tmp_path / "demo.json").read_text())
-    assert [row["steps"] for row in answer["members"]] == [4, 4, 4]
+    assert [row["steps"] for row in answer["members"]] == [2, 2, 2]
     spectra = answer["spectra"]
     assert max(result["largest_gap"]["exact"] for result in spectra) < spectra[0]["four_standard_errors"] * 1.1
     assert max(result["softmax"]["standard_errors"] for result in spectra) < 4
