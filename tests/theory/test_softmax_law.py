@@ -335,6 +335,7 @@ SQUARE = qk_of(np.eye(2), np.eye(2))
         (lambda: attention([1.0], WALK, 1.0, seed=-1), "seed must be a whole number"),
         (lambda: attention([1.0], np.eye(4), 1.0), "process must be a TokenProcess, got ndarray"),
         (lambda: attention_gradient([], [], [], WALK, 1.0), "no head"),
+        (lambda: attention_from_traces([1.0, 2.0], [0.0] * 3, 9.0, WALK, 1.0), "must broadcast, got shapes"),
         (lambda: trace_for_entropy([1.0], 1.0, WALK, 1.0), "entropy must be one positive number"),
         (lambda: trace_for_entropy(0.1, 0.0, TokenProcess(np.ones((3, 3))), 1.0), "no trace takes the entropy"),
         (lambda: attention_map([1.0], [1.0], WALK, symmetry=2), "symmetry within"),

@@ -203,15 +203,19 @@ def scalars_of(
     """The shape of the heads, and by index each one's scalars, if there are matrices with these numbers."""
     unit = given.query_variance / check.positive("temperature", temperature)
     t, q, s = (check.finite(n, x) for n, x in (("trace", trace), ("trace_square", trace_square), ("scale", scale)))
+    try:
+        t, q, s = np.broadcast_arrays(t, q, s)
+    except ValueError as error:
+        shapes = ", ".join(str(x.shape) for x in (t, q, s))
+        raise LocaterError(f"trace, trace_square and scale must broadcast, got shapes {shapes}") from error
     if (s < 0).any():
         raise LocaterError(f"scale is a sum of squares and must not be negative, got {s.min():.6g}")
     if (np.abs(q) > 1.02 * s).any():  # bfloat16 rounds by up to 1%
         raise LocaterError("trace_square must be within ±scale, as that of every matrix is")
     q = np.clip(q, -s, s)
     _check_size(float(max(np.abs(t).max(initial=0.0), np.sqrt(s.max(initial=0.0)))), given, temperature)
-    parts = np.broadcast_arrays(unit * t, unit**2 * (q + s).clip(min=0), unit / temperature * s)
-    shape = parts[0].shape
-    return shape, {head: Scalars(*(float(part[head]) for part in parts)) for head in np.ndindex(shape)}
+    parts = unit * t, unit**2 * (q + s), unit / temperature * s
+    return t.shape, {head: Scalars(*(float(part[head]) for part in parts)) for head in np.ndindex(t.shape)}
 
 
 def points_of(samples: int | None) -> int:
@@ -273,7 +277,7 @@ def _exact(
     ]
     own, b = (np.concatenate(parts) for parts in list(zip(*drawn, strict=True))[1:])
     values = [each for each, _, _ in drawn]
-    if law.shift(np.zeros((1, law.dim)), given.position) is None and _summable(given, b.max()):
+    if not law.shifts and _summable(given, b.max()):
         expected = integrals.expected(own, b * given.covariance.max(), given.tokens - 1)
         parts = np.split(expected, REPLICATES, axis=1)
         values = [_integrated(given, each, part) for each, part in zip(values, parts, strict=True)]

@@ -205,6 +205,10 @@ class Spectrum(Protocol):
     def size(self) -> float:
         """About the largest logit at unit position variance and temperature, of any head."""
 
+    @property
+    def shifts(self) -> bool:
+        """Whether tokens have means that differ by position."""
+
     def form(self, process: TokenProcess) -> QuadraticForm:
         """qᵀu_i at every token, leading shape (..., T)."""
 
@@ -251,6 +255,8 @@ class SymmetricSpectrum:
 
     def toward(self, query: Array, _position: int = -1) -> Array:
         return query * self.eigenvalues
+
+    shifts = False
 
     def shift(self, _query: Array, _position: int = -1) -> None:
         return None
@@ -320,8 +326,12 @@ class HeadSpectrum:
     def toward(self, query: Array, position: int = -1) -> Array:
         return np.asarray(self._queries(query, position) @ self._roots[1])
 
+    @property
+    def shifts(self) -> bool:
+        return self.key_mean is not None and self.key_mean.shape[-2] > 1
+
     def shift(self, query: Array, position: int = -1) -> Array | None:
-        if self.key_mean is None or len(self.key_mean) == 1:
+        if self.key_mean is None or not self.shifts:
             return None
         return np.asarray(self._queries(query, position) @ self.key_mean.T)
 
