@@ -10,7 +10,6 @@ import typer
 from locater.cli import _terminal as terminal
 from locater.cli._spectrum import Asked, asking, process_of
 from locater.cli._terminal import JsonOption, SeedOption
-from locater.errors import LocaterError
 
 if TYPE_CHECKING:
     from locater.theory import AttentionLaw
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["attention_command"]
 
 _BAR = 20  # letters
-_MOST = 1e100
 
 
 @asking
@@ -35,7 +33,6 @@ def attention_command(
     """Where softmax attention looks: the expected weight of every token, entropy, regime; the paper's ρ beside it."""
     from locater.theory import attention, attention_regime
 
-    _check_squares(asked)
     with terminal.progress(f"attention, {method}"):
         law = attention(
             asked.spectrum, asked.process, asked.temperature, method, query=query, samples=samples, seed=seed
@@ -48,15 +45,6 @@ def attention_command(
         terminal.write_json(json_file, answer | regimes)
     if json_file != "-":
         _print(asked, law, method, rho)
-
-
-def _check_squares(asked: Asked) -> None:
-    largest = float(abs(asked.spectrum).max())
-    if asked.temperature > _MOST or 0 < asked.temperature < largest / _MOST:
-        raise LocaterError(
-            f"temperature must be at most {_MOST:g}, and eigenvalues/temperature too, got {largest:.6g} and "
-            f"{asked.temperature:.6g}: squares overflow"
-        )
 
 
 def _rho(asked: Asked, keys: int) -> tuple[Any, str] | None:
