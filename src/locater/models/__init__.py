@@ -1,8 +1,9 @@
 """Where are W_Q and W_K in this model?"""
 
-from locater.models.attention import Alibi, Attention, Norm, Projection, RelativeBias, Rope
+from locater.models.attention import Alibi, Attention, Norm, Projection, RelativeBias
 from locater.models.covariance import covariances
 from locater.models.registry import Site, attentions, register
+from locater.models.rope import Rope
 from locater.models.scan import Scan, Spectra, scan, spectra
 
 __all__ = [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from locater.models.attention import Attention, Rope
+from locater.models.attention import Attention
 from locater.models.families._parts import Heads, rms_norm, rope, rope_from, separate
 from locater.models.registry import Site, register
+from locater.models.rope import Rope
 
 
 @register(

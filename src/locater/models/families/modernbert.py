@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from locater.models.attention import Attention, Rope
+from locater.models.attention import Attention
 from locater.models.families._parts import layer_norm, rope, rope_from, stacked, usual_attention
 from locater.models.registry import Site, register
+from locater.models.rope import Rope
 
 
 @register("ModernBertAttention", checkpoints=("modernbert",), paths=(r"(?:.*\.)?layers\.\d+\.attn",))
