@@ -34,7 +34,12 @@ def dense_logsumexp(call):
         s = s.masked_fill(~call.key_mask[:, None, None], -torch.inf)
     if call.bias is not None:
         s = s.masked_fill(~call.bias, -torch.inf) if call.bias.dtype == torch.bool else s + call.bias
+    if call.sinks is not None:
+        s = torch.cat([s, call.sinks[:, None, None].expand(*s.shape[:3], 1)], -1)
     return s.logsumexp(-1)
+
+
+SINKS = torch.tensor([-2.0, 0.0, 1.0, 3.0], dtype=torch.float64)
 
 
 def call(**more):
@@ -52,6 +57,7 @@ CALLS = {
     "padding": lambda: call(key_mask=torch.arange(9) > torch.tensor([[2], [4]])),
     "bias": lambda: call(bias=torch.linspace(-1, 1, 9, dtype=torch.float64)[None, None, None]),
     "hiding bias": lambda: call(bias=torch.arange(9) > torch.arange(6)[:, None, None, None].movedim(0, 2)),
+    "sinks": lambda: call(causal=True, softcap=1.5, sinks=SINKS.clone().requires_grad_()),
 }
 
 
@@ -64,8 +70,9 @@ def test_the_logsumexp_and_its_gradient_are_those_of_all_logits_at_once(name, bl
     expected = dense_logsumexp(one)
     found = logsumexp(one)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    wanted = torch.autograd.grad((expected * weight).sum(), (one.q, one.k))
-    got = torch.autograd.grad((found * weight).sum(), (one.q, one.k))
+    leaves = (one.q, one.k) if one.sinks is None else (one.q, one.k, one.sinks)
+    wanted = torch.autograd.grad((expected * weight).sum(), leaves)
+    got = torch.autograd.grad((found * weight).sum(), leaves)
     torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12)
 
 

@@ -13,9 +13,10 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-3, to
 
 
 def materialised(
-    q, k, *, causal=True, scale=None, key_mask=None, window=None, softcap=None, alibi_slopes=None, bias=None
-):
-    """Logits (B, H, Tq, Tk) in float64, −∞ where masked: what no model wants to keep."""
+    q, k, *, causal=True, scale=None, key_mask=None, window=None, softcap=None, alibi_slopes=None, bias=None,
+    sinks=None,
+):  # fmt: skip
+    """Logits (B, H, Tq, Tk) in float64, −∞ where masked: what no model wants to keep. Sinks are one more, the last."""
     (_, h, tq, width), (_, g, tk, _) = q.shape, k.shape
     s = q.double() @ k.double().repeat_interleave(h // g, 1).mT
     s = s / math.sqrt(width) if scale is None else s * scale
@@ -33,7 +34,8 @@ def materialised(
         seen &= distance.abs() < window
     if key_mask is not None:
         seen &= key_mask[:, None, None]
-    return s.masked_fill(~seen, -math.inf)
+    s = s.masked_fill(~seen, -math.inf)
+    return s if sinks is None else torch.cat([s, sinks.double()[:, None, None].expand(*s.shape[:3], 1)], -1)
 
 
 def entropy_of(s):
@@ -67,6 +69,7 @@ def check_rho(rho, s, rows, tolerance):
         mean = line.masked_fill(~seen, 0).sum(-1, keepdim=True) / tokens
         z = 1 / tokens + (line - mean) / tokens
         near = tolerance * (1 + line.masked_fill(~seen, 0).abs().amax(-1, keepdim=True)) / tokens
+        z, seen = (x[:, : rho.shape[1]] for x in (z, seen))  # a sink has no ρ
         least += seen & (z >= near) & (z <= 1 - near)
         most += seen & (z >= -near) & (z <= 1 + near)
         count += seen
@@ -85,7 +88,7 @@ def last_rows(tq, key_mask, own_keys, batch):
 
 
 @st.composite
-def problems(draw, dtypes=tuple(TOLERANCE), longest=40, widest=20, biased=True, device="cpu"):
+def problems(draw, dtypes=tuple(TOLERANCE), longest=40, widest=20, biased=True, sunk=True, device="cpu"):
     """q, k and any options, with logits up to ±50 before cap and bias."""
     batch, groups, per_group = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     tk, width = draw(st.integers(1, longest)), draw(st.integers(1, widest))
@@ -114,6 +117,8 @@ def problems(draw, dtypes=tuple(TOLERANCE), longest=40, widest=20, biased=True, 
     if biased and draw(st.booleans()):
         repeated = [n if draw(st.booleans()) else 1 for n in (batch, groups * per_group, tq)]
         options["bias"] = 3 * torch.randn(*repeated, tk, **kind)
+    if sunk and draw(st.booleans()):
+        options["sinks"] = 10 * torch.randn(groups * per_group, **kind)
     q, k = q.to(dtype), k.to(dtype)
     assume((materialised(q, k, **options) > -math.inf).flatten(1).any(1).all())  # else it is refused
     return q, k, options

@@ -759,10 +759,6 @@ def with_attention_of_ones_own():
         (lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True), "add_bias_kv"),
         (lambda: nn.MultiheadAttention(8, 2, add_zero_attn=True), "add_zero_attn"),
         (
-            lambda: tf.GptOssForCausalLM(tf.GptOssConfig(**GROUPED, num_local_experts=2, num_experts_per_tok=1)),
-            r"model.layers.0.self_attn \(GptOssAttention\) .* sinks",
-        ),
-        (
             with_attention_of_ones_own,
             r"model.layers.0.self_attn .*'my_own' reads its mask.*set_attn_implementation\(\"sdpa\"\)",
         ),

@@ -36,6 +36,7 @@ class Call:
     real: Tensor | None = None  # (B, Tq): False where the query is padding
     tokens: slice | None = None  # the sequence's part of the forward's tokens, where several are packed into one
     members: int = 1  # models of a stack; each has as many sequences, and they follow one another
+    sinks: Tensor | None = None  # (H,), with their graph: logits without a key
 
     @property
     def visibility(self) -> Visibility:
@@ -49,11 +50,16 @@ class Call:
 
     def options(self) -> dict[str, Any]:
         """What makes logits of q and k: keywords of `measure.attention_statistics`."""
-        names = ("causal", "scale", "key_mask", "window", "softcap", "bias")
+        names = ("causal", "scale", "key_mask", "window", "softcap", "bias", "sinks")
         return {name: getattr(self, name) for name in names}
 
+    def softmax_terms(self) -> Tensor:
+        """How many keys each query's softmax is over, a sink counted as one: expands to (B, H, Tq)."""
+        return self.visibility.unmasked_keys() + (self.sinks is not None)
+
     def detached(self) -> Call:
-        return replace(self, q=self.q.detach(), k=self.k.detach())
+        sinks = None if self.sinks is None else self.sinks.detach()
+        return replace(self, q=self.q.detach(), k=self.k.detach(), sinks=sinks)
 
     def without_empty(self) -> Call | None:
         """Without the sequences that are nothing but padding; of several members all stay, for each to have as many."""
@@ -84,11 +90,9 @@ def of_interface(implementation: str, arguments: Mapping[str, Any], *, cross: bo
     """A call of one of Hugging Face's attention functions; several where sequences are packed into one."""
     module, q, k = arguments["module"], arguments["query"], arguments["key"]
     mask, added = arguments.get("attention_mask"), arguments.get("position_bias")
-    if arguments.get("s_aux") is not None:
-        raise LocaterError(f"{type(module).__name__} has attention sinks, logits without a key; they are not measured")
     if type(arguments.get("cache")).__name__ == "PagedAttentionCache" or arguments.get("block_table") is not None:
         raise LocaterError(f"{type(module).__name__} ran with a paged cache, whose keys it is not given; use another")
-    call = Call(q, k, arguments.get("scaling"), arguments.get("softcap"))
+    call = Call(q, k, arguments.get("scaling"), arguments.get("softcap"), sinks=_sinks(implementation, arguments))
     window, causal = arguments.get("sliding_window"), arguments.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
@@ -99,6 +103,14 @@ def of_interface(implementation: str, arguments: Mapping[str, Any], *, cross: bo
     if implementation != "eager" and mask is None and causal and q.shape[2] > 1:
         return [_top_left_causal(call, added)]
     return [_with_mask(call, mask, added=added, cross=cross, window=window)]
+
+
+def _sinks(implementation: str, arguments: Mapping[str, Any]) -> Tensor | None:
+    """As the function uses them; transformers' scaled_dot_product_attention has no place for any."""
+    sinks: Tensor | None = arguments.get("s_aux")
+    if sinks is None or "sdpa" in implementation:
+        return None
+    return sinks.to(arguments["query"].dtype) if "flash" in implementation else sinks
 
 
 def of_sdpa(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
@@ -280,22 +292,26 @@ def _real_queries(attends: Tensor, batch: int, *, cross: bool) -> Tensor:
     """(B, Tq): the queries that are no padding, by the keys (B or 1, H or 1, Tq, Tk) that each attends to.
 
     A token of self-attention attends to itself, and nothing attends to padding. In cross-attention the padding of
-    queries does not show; there, and where no query attends to itself, those count that attend to any key.
+    queries does not show; there, and where queries have no keys of their own, those count that attend to any key.
     """
     attends = attends.any(1)
-    to_any = attends.any(-1)
-    if not cross and attends.shape[1] <= attends.shape[2]:
-        to_itself = torch.take_along_dim(attends, _own_keys(attends)[None, :, None], 2)[..., 0]
-        to_any = torch.where(to_itself.any(), to_itself, to_any)
-    return to_any.expand(batch, -1)
+    real = attends.any(-1)
+    if cross or attends.shape[1] > attends.shape[2]:
+        return real.expand(batch, -1)
+    for own in _own_keys(attends):
+        to_itself = attends.gather(2, own[None, :, None].expand(len(attends), -1, 1))[..., 0]
+        attended = (attends & to_itself[..., None]).any(1)[:, own]  # (B, Tq): a query's own key, by any that is real
+        real = torch.where(to_itself.any() & (to_itself == attended).all(), to_itself, real)
+    return real.expand(batch, -1)
 
 
-def _own_keys(attends: Tensor) -> Tensor:
-    """The key (Tq,) that is each query's own token, by the keys (B, Tq, Tk) that they attend to."""
+def _own_keys(attends: Tensor) -> list[Tensor]:
+    """The key (Tq,) that may be each query's own token, by the keys (B, Tq, Tk) attended to; best guess last."""
     _, tq, tk = attends.shape
     key = torch.arange(tk, device=attends.device)
     if tq == tk:
-        return key
-    # a cache, perhaps with room left: the last key that is attended to is the last query's own
+        return [key]
+    # a cache, perhaps with room left: the last key that is attended to is the last query's own; or keys of no token,
+    # such as a sink or summaries of blocks, come after those of the tokens
     last = torch.where(attends.flatten(0, 1).any(0), key, 0).amax()
-    return (key[:tq] + last - (tq - 1)).clamp(min=0)
+    return [key[:tq], (key[:tq] + last - (tq - 1)).clamp(min=0)]

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import index
 from types import FunctionType
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -127,9 +128,13 @@ def _of_layers(found: list[AttentionSite], layers: Sequence[int] | None) -> list
     if layers is None:
         return found
     known = {site.layer for site in found}
-    if not layers or not set(layers) <= known:
-        raise LocaterError(f"layers must be some of {sorted(known)}, got {list(layers)}")
-    return [site for site in found if site.layer in layers]
+    try:
+        chosen = {index(layer) for layer in layers}
+    except TypeError:
+        raise LocaterError(f"layers must be a list of some of {sorted(known)}, got {layers!r:.80}") from None
+    if not chosen or not chosen <= known:
+        raise LocaterError(f"layers must be some of {sorted(known)}, got {sorted(chosen)}")
+    return [site for site in found if site.layer in chosen]
 
 
 def _known(model: nn.Module) -> dict[str, tuple[int, str]]:
@@ -206,8 +211,6 @@ def _check(site: AttentionSite, *, is_compiled: bool) -> None:
 
 
 def _why_not_interface(module: nn.Module) -> str | None:
-    if isinstance(getattr(module, "sinks", None), nn.Parameter):
-        return "it has attention sinks, logits that belong to no key; layers without them can be, chosen with layers=…"
     used = implementation_of(module)
     if used in ("eager", "flex_attention") or "sdpa" in used or ("flash" in used and not used.startswith("paged|")):
         return None

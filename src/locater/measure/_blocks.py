@@ -21,11 +21,15 @@ _NOTHING = -1e3  # e^this is 0, in float64 too; and unlike −∞ it may be mult
 
 
 class Sums:
-    """m, ℓ and w of queries (b, h, n) over the keys so far."""
+    """m, ℓ and w of queries (b, h, n) over the keys so far; a head's sink (h,), if there is one, is the first."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, sinks: Tensor | None = None
+    ) -> None:
         self.m = torch.full(tuple(shape), -math.inf, dtype=dtype, device=device)
-        self.total, self.weighted = torch.zeros_like(self.m), torch.zeros_like(self.m)
+        if sinks is not None:
+            self.m.copy_(sinks[:, None])
+        self.total, self.weighted = (self.m != -math.inf).to(dtype), torch.zeros_like(self.m)
 
     def set(self, part: Part, s: Tensor, *, masked: bool) -> None:
         """Those of a part from its logits (b, h, n, c), which are overwritten; if `masked`, some of them may be −∞."""

@@ -44,6 +44,7 @@ class View(NamedTuple):
     key_mask: Tensor | None = None  # (B, TK) bool: False masks a key for all queries
     softcap: float | None = None
     slopes: Tensor | None = None  # (H,): a logit falls by slope · |distance|
+    sinks: Tensor | None = None  # (H,): a logit without a key
 
 
 def applies(q: Tensor, k: Tensor, view: View) -> bool:
@@ -138,14 +139,16 @@ def _absorb(
 @_jit_any
 @no_type_check
 def _rows_kernel(
-    q, k, k_table, key_mask, slopes, entropy, top, lse, H, R, TQ, TK, q_b, q_h, q_t, k_b, k_g, k_t, mask_b,
+    q, k, k_table, key_mask, slopes, sinks, entropy, top, lse, H, R, TQ, TK, q_b, q_h, q_t, k_b, k_g, k_t, mask_b,
     unit, inner, left, right, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     SLICE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr, SLOPED: tl.constexpr,
-    MASKED: tl.constexpr, TABLE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, SINKS: tl.constexpr, TABLE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head; entropy, top and lse are (B, H, TQ).
 
-    A logit in bits is unit · s, or unit · tanh(inner · s) if CAPPED; slopes are in bits too, k_table a descriptor of k.
+    A logit in bits is unit · s, or unit · tanh(inner · s) if CAPPED; slopes and sinks are in bits too, k_table a
+    descriptor of k.
     """
     ln_2: tl.constexpr = 0.6931471805599453
     pid, blocks = tl.program_id(0), tl.cdiv(TQ, BLOCK_Q)
@@ -178,6 +181,10 @@ def _rows_kernel(
         whole_high = tl.minimum(first + right + 1, TK) // BLOCK_K * BLOCK_K
     m = tl.full((BLOCK_Q,), -1e30, tl.float32)
     total, weighted = tl.zeros((BLOCK_Q,), tl.float32), tl.zeros((BLOCK_Q,), tl.float32)
+    if SINKS:  # as if it were the first key
+        sink = tl.load(sinks + h)
+        m = tl.where(sink == float("-inf"), m, sink)
+        total = tl.where(sink == float("-inf"), total, 1.0)
     for part in tl.static_range(3):  # before the whole blocks, those, and after them; with a mask none is whole
         start, stop = whole_low, whole_high
         if part == 0:
@@ -298,20 +305,22 @@ def _launch(q: Tensor, k: Tensor, view: View, entropy: Tensor, top: Tensor, lse:
         mask = mask.contiguous().view(torch.uint8)
     block_d = max(16, 1 << (width - 1).bit_length())
     table = _descriptor(k, [1, 1, tiles.columns, block_d]) if tiles.descriptors and block_d == width else None
-    slopes = None if view.slopes is None else (view.slopes.float() * _LOG2_E).contiguous()
+    slopes, sinks = (
+        None if each is None else (each.float() * _LOG2_E).contiguous() for each in (view.slopes, view.sinks)
+    )
     options: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     if tiles.registers is not None:
         options["maxnreg"] = tiles.registers
     with on(q):
         _rows_kernel[(-(-tq // tiles.rows) * batch * heads,)](
-            q, k, table, mask, slopes, entropy, top, lse, heads, heads // groups, tq, tk, *q.stride()[:3],
+            q, k, table, mask, slopes, sinks, entropy, top, lse, heads, heads // groups, tq, tk, *q.stride()[:3],
             *k.stride()[:3], 0 if mask is None else mask.stride(0),
             (view.scale if cap is None else cap) * _LOG2_E, 0.0 if cap is None else view.scale / cap,
             view.left or 0, view.right or 0,
             D=width, BLOCK_Q=tiles.rows, BLOCK_K=tiles.columns, BLOCK_D=block_d,
             SLICE=min(block_d, tiles.slice or block_d),
             LEFT=view.left is not None, RIGHT=view.right is not None, CAPPED=cap is not None,
-            SLOPED=slopes is not None, MASKED=mask is not None, TABLE=table is not None,
+            SLOPED=slopes is not None, MASKED=mask is not None, SINKS=sinks is not None, TABLE=table is not None,
             # the interpreter would multiply the bits of bfloat16
             OPERAND=tl.float32 if INTERPRETED else getattr(tl, str(q.dtype).removeprefix("torch.")),
             PRECISION="ieee", STAGES=tiles.stages, **options,

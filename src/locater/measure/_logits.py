@@ -29,6 +29,7 @@ class Logits:
     scale: float
     softcap: float | None
     slopes: Tensor | None  # (H,): a logit falls by slope · |distance|
+    sinks: Tensor | None  # (H,): a logit without a key
 
     @classmethod
     def of(
@@ -38,6 +39,7 @@ class Logits:
         scale: float | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
         *,
         causal: bool = True,
         **masks: Any,
@@ -59,20 +61,20 @@ class Logits:
         if softcap is not None and not 0 < softcap < math.inf:
             raise LocaterError(f"softcap must be positive and finite, got {softcap}")
         _check_key_mask(masks.get("key_mask"), (b, tk), q.device)
-        if alibi_slopes is not None and (alibi_slopes.shape != (h,) or alibi_slopes.device != q.device):
-            raise LocaterError(
-                f"alibi_slopes must be ({h},) on {q.device}, one a head, "
-                f"got {tuple(alibi_slopes.shape)} on {alibi_slopes.device}"
-            )
+        for name, each in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+            if each is not None and (each.shape != (h,) or each.device != q.device):
+                raise LocaterError(
+                    f"{name} must be ({h},) on {q.device}, one a head, got {tuple(each.shape)} on {each.device}"
+                )
         visibility = Visibility((b, h, tq, tk), q.device, causal, **masks)
-        return cls(q, k, visibility, scale, softcap, alibi_slopes)
+        return cls(q, k, visibility, scale, softcap, alibi_slopes, sinks)
 
     @property
     def view(self) -> View:
         """What the kernel is given."""
         masks, far = self.visibility, self.k.shape[2] - 1
         left, right = (None if reach >= far else reach for reach in (masks.left, masks.right))
-        return View(self.scale, left, right, masks.key_mask, self.softcap, self.slopes)
+        return View(self.scale, left, right, masks.key_mask, self.softcap, self.slopes, self.sinks)
 
     @property
     def own_keys(self) -> bool:

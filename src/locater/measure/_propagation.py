@@ -29,8 +29,7 @@ def last_propagation(logits: Logits) -> Tensor:
     last, everywhere = torch.full((1, 1), tk - 1, device=logits.q.device), (slice(0, h), slice(0, tk))
     for batch in slices(0, b, max(1, logits.budget // (h * tk))):
         s = logits.finish_(_last_products(logits, batch), last, batch, *everywhere, None)
-        beyond = s - s.mean(-1, keepdim=True)  # Tk z − 1
-        inside += ((beyond >= -1) & (beyond <= tk - 1)).sum(0)[:, 0]
+        inside += _on_slope(logits, s, s.sum(-1, keepdim=True), tk).sum(0)[:, 0]
     return inside / b
 
 
@@ -75,9 +74,16 @@ def on_slope(logits: Logits, index: Tensor, counts: Tensor, batch: slice) -> tup
     """
     s = _chosen_logits(logits, index, batch)
     unmasked = (s != -math.inf) & counts[:, None, :, None]
-    tokens = unmasked.sum(-1, keepdim=True)
-    beyond = s - s.masked_fill(~unmasked, 0).sum(-1, keepdim=True) / tokens  # T z − 1
-    return (beyond >= -1) & (beyond <= tokens - 1) & unmasked, unmasked
+    total = s.masked_fill(~unmasked, 0).sum(-1, keepdim=True)
+    return _on_slope(logits, s, total, unmasked.sum(-1, keepdim=True)) & unmasked, unmasked
+
+
+def _on_slope(logits: Logits, s: Tensor, total: Tensor, keys: Tensor | int) -> Tensor:
+    """Where z is in [0, 1], of logits s (b, H, n, Tk), of which so many are unmasked, and their sum (b, H, n, 1)."""
+    if logits.sinks is not None:
+        total, keys = total + logits.sinks[:, None, None], keys + 1
+    beyond = s - total / keys  # T z − 1
+    return (beyond >= -1) & (beyond <= keys - 1)
 
 
 def _tokens(logits: Logits) -> Tensor:

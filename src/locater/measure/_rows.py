@@ -55,7 +55,7 @@ def _pass(logits: Logits, buffer: Tensor, batch: slice, groups: slice, queries: 
     """Of all queries of some sequences and heads, by blocks that fit the buffer, of so many queries each."""
     heads, masks = logits.heads(groups), logits.visibility
     q = logits.q[batch, heads]
-    sums = Sums(q.shape[:3], logits.wide, q.device)
+    sums = Sums(q.shape[:3], logits.wide, q.device, None if logits.sinks is None else logits.sinks[heads])
     for keys in slices(0, logits.k.shape[2], _BLOCK):
         k, near = logits.k[batch, groups, keys].to(logits.wide), masks.rows(keys)
         for rows in slices(near.start, near.stop, queries):

@@ -133,10 +133,11 @@ class SplitRecorder:
         padded = any(mask is not None and not bool(mask[:count].all()) for mask in (call.key_mask, call.real))
         if padded or (self.tokens and self.tokens != tk):
             raise LocaterError(f"{self.site.name}: predicting needs sequences of one length, without padding")
-        if call.bias is not None or call.softcap is not None or (call.window is not None and call.window < tk):
+        windowed = call.window is not None and call.window < tk
+        if windowed or any(one is not None for one in (call.bias, call.softcap, call.sinks)):
             raise LocaterError(
                 f"{self.site.name}: predicting is for attention whose last query has all keys by their products alone; "
-                "this one has a position bias, a softcap, a window or a mask of its own"
+                "this one has a position bias, a softcap, sinks, a window or a mask of its own"
             )
         if tq != tk or tk < 2 or call.members > 1:
             raise LocaterError(

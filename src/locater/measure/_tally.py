@@ -40,9 +40,11 @@ class HeadTally:
             return
         s = _calls.statistics(found)
         counts = s.logsumexp != -math.inf  # some key is unmasked; what is not a number shows in the sums
+        keys = found.softmax_terms().expand_as(counts)
+        if found.sinks is not None:
+            counts &= keys > 1  # a sink alone is no attention
         if found.real is not None:
             counts &= found.real[:, None]
-        keys = found.visibility.unmasked_keys().expand_as(counts)
         has_share = counts & (keys > 1)
         values = {
             "queries": (torch.ones_like(s.entropy), counts),

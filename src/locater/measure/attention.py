@@ -44,6 +44,7 @@ def attention_statistics(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Bias | None = None,
+    sinks: Tensor | None = None,
     rho: bool = True,
 ) -> AttentionStatistics:
     """Statistics of the softmax over each query's unmasked keys, of q (B, H, Tq, K) and k (B, G, Tk, K).
@@ -57,8 +58,11 @@ def attention_statistics(
     function that takes two slices, of queries and of keys, and gives that block, so that T × T need not exist. Where it
     is −∞, or the lowest number of its dtype, or False if it is boolean, the key is masked.
 
-    A query whose keys are all masked has entropy 0, max_logit and logsumexp −∞. A padded query is measured like any
-    other; drop it by `key_mask`.
+    `sinks` (H,) are logits without a key, as gpt-oss has them: softmax, and so every statistic, has one key more, which
+    is never masked, has no product with q, no cap and no bias.
+
+    A query whose keys are all masked has entropy 0, and for max_logit and logsumexp its sink, or −∞. A padded query is
+    measured like any other; drop it by `key_mask`.
 
     rho is `signal_propagation` for one query of each sequence, its last, or the last that `key_mask` does not mask;
     None, and not computed, with `rho=False`.
@@ -66,12 +70,13 @@ def attention_statistics(
     Results are float64 for float64 inputs, else float32. Inputs and their autograd graph are left alone.
     """
     masks = {"key_mask": key_mask, "window": window, "bias": bias}
-    logits = Logits.of(q, k, scale, softcap, alibi_slopes, causal=causal, **masks)
+    logits = Logits.of(q, k, scale, softcap, alibi_slopes, sinks, causal=causal, **masks)
     entropy, top, lse = row_statistics(logits)
-    if bias is not None or (key_mask is not None and window is not None):
+    if sinks is None and (bias is not None or (key_mask is not None and window is not None)):
         names = " and ".join(name for name, value in masks.items() if value is not None)
         check_unmasked((top != -math.inf).flatten(1).any(1), names)
-    entropy.clamp_(0, math.log(k.shape[2]))  # rounding may carry equal logits beyond what they can have
+    terms = k.shape[2] + (sinks is not None)
+    entropy.clamp_(0, math.log(terms))  # rounding may carry equal logits beyond what they can have
     return AttentionStatistics(entropy, top, lse, _propagation.last_propagation(logits) if rho else None)
 
 
@@ -79,7 +84,8 @@ def attention_statistics(
 def signal_propagation(q: Tensor, k: Tensor, *, queries: Sequence[int] = (-1,), **options: Any) -> Tensor:
     """Measured ρ (H, queries, Tk): the share of the batch where key i has z_i in [0, 1] for the chosen queries.
 
-    z is the piecewise linear softmax of Definition 1: z_i = 1/T + (s_i − mean s)/T over the query's T unmasked keys.
+    z is the piecewise linear softmax of Definition 1: z_i = 1/T + (s_i − mean s)/T over the query's T unmasked keys,
+    its sink among them if there is one.
     Softmax itself can look elsewhere.
     A sequence counts for a key that is unmasked for its query; where none of the batch does, ρ is NaN.
 

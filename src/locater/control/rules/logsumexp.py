@@ -2,7 +2,7 @@
 
 Forward is `measure.attention_statistics`. Backward computes the logits again, a block of queries at a time: with
 p = e^(s − lse) the softmax, ∂lse_i/∂q_i = scale Σ_j p_ij k_j and ∂lse_i/∂k_j = scale p_ij q_i, times 1 − tanh² under a
-softcap.
+softcap. A sink's is the weight that it has, e^(sink − lse).
 
 Legend: B batch, H query heads, G key heads, R = H / G, Tq queries, Tk keys, K head width, n and c of a block.
 """
@@ -25,26 +25,29 @@ _CPU_LOGITS, _LOGITS = 1 << 20, 1 << 25  # in a block
 
 
 def logsumexp(call: Call) -> Tensor:
-    """(B, H, Tq), −∞ for queries whose keys are all masked; differentiable in q and k, not in biases."""
-    bare = replace(call, q=call.q.detach(), k=call.k.detach())
-    found: Tensor = _LogSumExp.apply(call.q, call.k, bare)  # type: ignore[no-untyped-call]
+    """(B, H, Tq), −∞ for queries whose keys are all masked; differentiable in q, k and sinks, not in biases."""
+    found: Tensor = _LogSumExp.apply(call.q, call.k, call.sinks, call.detached())  # type: ignore[no-untyped-call]
     return found
 
 
 class _LogSumExp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, call: Call) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
         lse = attention_statistics(call.q, call.k, rho=False, **call.options()).logsumexp
-        ctx.save_for_backward(q, k, lse)
+        ctx.save_for_backward(q, k, sinks, lse)
         # what is saved is not kept a second time
-        ctx.call = replace(call, q=q.new_empty(0), k=k.new_empty(0))
+        ctx.call = replace(call, q=q.new_empty(0), k=k.new_empty(0), sinks=None)
         return lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
-        q, k, lse = ctx.saved_tensors
-        return (*_gradients(replace(ctx.call, q=q, k=k), lse, upstream), None)
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        q, k, sinks, lse = ctx.saved_tensors
+        d_sinks = None
+        if sinks is not None:
+            weight = (sinks.to(lse.dtype)[:, None] - lse).exp()  # (B, H, Tq)
+            d_sinks = (weight * upstream).sum((0, 2)).to(sinks.dtype)
+        return (*_gradients(replace(ctx.call, q=q, k=k), lse, upstream), d_sinks, None)
 
 
 def _gradients(call: Call, lse: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
