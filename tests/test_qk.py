@@ -144,7 +144,7 @@ def test_nothing_but_dense_forms_a_model_by_model_matrix():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: QK(torch.zeros(2, 3), torch.zeros(2, 4)), r"share d_head and d_model, got \(2, 3\) and \(2, 4\)"),
+        (lambda: QK(torch.zeros(2, 3), torch.zeros(4, 3)), r"share d_head, got \(2, 3\) and \(4, 3\)"),
         (lambda: QK(torch.zeros(5, 2, 3), torch.zeros(4, 2, 3)), "do not broadcast"),
         (lambda: QK(torch.zeros(3), torch.zeros(3)), r"must be \(..., d_head, d_model\), got shape \(3,\)"),
         (lambda: QK(torch.zeros(0, 3), torch.zeros(0, 3)), "d_head, d_model"),

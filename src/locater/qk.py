@@ -3,6 +3,9 @@
 The one object every room of the package speaks. Nothing but `dense` forms a d_model × d_model matrix: all
 of W_QK's invariants live in d_head × d_head products of the factors.
 
+Where queries and keys are made of different states (another width, another latent), W_QK maps one space to another: it
+has singular values and a scale, but no trace, no eigenvalues and no symmetric part.
+
 Legend: K head width, D model width; leading dimensions (layers, heads) broadcast.
 """
 
@@ -19,23 +22,22 @@ __all__ = ["QK"]
 
 
 class QK:
-    """W_QK = w_qᵀ w_k for w_q, w_k of shape (..., d_head, d_model), nn.Linear's layout.
+    """W_QK = w_qᵀ w_k for w_q, w_k of shape (..., d_head, d_model), nn.Linear's layout; w_k may have another width.
 
+    `one_input=False` says that queries and keys are of different states, even where they are equally wide.
     Differentiable in both factors. Traces are computed in the factors' own precision (half
     precisions in float32), spectra in float64.
     """
 
-    def __init__(self, w_q: Tensor, w_k: Tensor) -> None:
+    def __init__(self, w_q: Tensor, w_k: Tensor, *, one_input: bool = True) -> None:
         for name, factor in (("w_q", w_q), ("w_k", w_k)):
             if not isinstance(factor, Tensor) or not factor.is_floating_point():
                 kind = f"a tensor of {factor.dtype}" if isinstance(factor, Tensor) else type(factor).__name__
                 raise LocaterError(f"{name} must be a floating-point tensor, got {kind}")
             if factor.ndim < 2 or factor.shape[-2] == 0 or factor.shape[-1] == 0:
                 raise LocaterError(f"{name} must be (..., d_head, d_model), got shape {tuple(factor.shape)}")
-        if w_q.shape[-2:] != w_k.shape[-2:]:
-            raise LocaterError(
-                f"w_q and w_k must share d_head and d_model, got {tuple(w_q.shape)} and {tuple(w_k.shape)}"
-            )
+        if w_q.shape[-2] != w_k.shape[-2]:
+            raise LocaterError(f"w_q and w_k must share d_head, got {tuple(w_q.shape)} and {tuple(w_k.shape)}")
         try:
             _broadcast(w_q.shape[:-2], w_k.shape[:-2])
         except RuntimeError as error:
@@ -44,6 +46,7 @@ class QK:
             ) from error
         self.w_q = w_q
         self.w_k = w_k
+        self.square = one_input and w_q.shape[-1] == w_k.shape[-1]  # whether trace and eigenvalues exist
 
     @classmethod
     def from_joint(cls, w_qk: Tensor) -> QK:
@@ -66,10 +69,12 @@ class QK:
 
     @property
     def d_model(self) -> int:
+        """Of the queries; the width of the keys is `w_k.shape[-1]`."""
         return self.w_q.shape[-1]
 
     def trace(self) -> Tensor:
         """tr W_QK = ⟨W_Q, W_K⟩."""
+        self._must_be_square("trace")
         w_q, w_k = self._at_least_float32()
         return (w_q * w_k).sum((-2, -1))
 
@@ -80,12 +85,14 @@ class QK:
 
     def trace_square(self) -> Tensor:
         """tr(W_QK²) = tr((W_K W_Qᵀ)²); negative where rotation outweighs scaling."""
+        self._must_be_square("square")
         w_q, w_k = self._at_least_float32()
         small = w_k @ w_q.mT
         return (small * small.mT).sum((-2, -1))
 
     def eigenvalues(self) -> Tensor:
         """The d_head eigenvalues of W_K W_Qᵀ, complex: those of W_QK but for d_model − d_head zeros."""
+        self._must_be_square("eigenvalues")
         w_q, w_k = self._finite_float64()
         return _solve(torch.linalg.eigvals, w_k @ w_q.mT)
 
@@ -94,6 +101,7 @@ class QK:
 
         With R the triangular factor of (W_Q; W_K)ᵀ = O R, they are those of ½ R [[0, I], [I, 0]] Rᵀ.
         """
+        self._must_be_square("symmetric part")
         w_q, w_k = (w.expand(*self.shape, -1, -1) for w in self._finite_float64())
         if 2 * self.d_head < self.d_model:
             r = torch.linalg.qr(torch.cat([w_q, w_k], -2).mT).R
@@ -103,14 +111,19 @@ class QK:
 
     def singular_values(self) -> Tensor:
         """The d_head largest singular values, descending (d_model of them where d_head > d_model)."""
-        w_q, w_k = self._finite_float64()
-        if self.d_head < self.d_model:
-            w_q, w_k = torch.linalg.qr(w_q.mT).R.mT, torch.linalg.qr(w_k.mT).R.mT
+        w_q, w_k = (torch.linalg.qr(w.mT).R.mT if self.d_head < w.shape[-1] else w for w in self._finite_float64())
         return _solve(torch.linalg.svdvals, w_q.mT @ w_k)
 
     def dense(self) -> Tensor:
         """W_QK itself, (..., d_model, d_model): for tests and small cases."""
         return self.w_q.mT @ self.w_k
+
+    def _must_be_square(self, what: str) -> None:
+        if not self.square:
+            raise LocaterError(
+                f"queries of width {self.d_model} and keys of width {self.w_k.shape[-1]} are made of different states: "
+                f"their W_QK has no {what}"
+            )
 
     def _at_least_float32(self) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(torch.promote_types(self.w_q.dtype, self.w_k.dtype), torch.float32)

@@ -278,7 +278,6 @@ class Vague(nn.Module):
         (lambda: Vague(num_heads=3, scale=0.5), "8 outputs do not split into 3 heads"),
         (lambda: Vague(num_heads=2, scale=0.5, rotary_emb=nn.Identity()), "it also has rotary_emb"),
         (lambda: nn.Linear(3, 3), "no attention module that locater knows in Linear; it looked at Linear"),
-        (lambda: nn.MultiheadAttention(8, 2, kdim=6, vdim=6), "rectangular"),
         (lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True), "add_bias_kv"),
         (lambda: 3, "got int"),
     ],

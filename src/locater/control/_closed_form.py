@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from locater.control import _kernels
-from locater.control._groups import Group
+from locater.control._groups import Group, Ids
 from locater.control._parameters import gathered, is_sharded, projections, spread
 from locater.control.rules.locater import GradientFactors, joint_gradient
 from locater.models import Attention, Projection
@@ -64,6 +64,8 @@ class GradientGroup(Group):
         queries = [member.query for member in self.members if member.query is not None]
         if not queries or not keys[0].tensor.is_cuda or is_sharded(keys[0].tensor):
             return None
+        if any(p.computed for p in (*queries, *keys)):
+            return None
         w_q, w_k = ([p.weight for p in parts] for parts in (queries, keys))
         if not _kernels.supported(w_q, w_k, None, None):
             return None
@@ -81,13 +83,16 @@ class GradientGroup(Group):
 
     def add_stacked(self, members: Sequence[Attention], c: Coefficients) -> None:
         """The same by batched products: one module in place, several through a stack."""
-        stores = {id(p.tensor): _Store(p.tensor) for member in members for p in projections(member)}
+        made = {id(p): _Computed(p, self.computed) for one in members for p in projections(one) if p.computed}
+        stores = {id(p.tensor): _Store(p.tensor) for one in members for p in projections(one) if not p.computed}
 
         def weights(parts: list[Projection]) -> Tensor:
-            return _stack([p.view(stores[id(p.tensor)].weight) for p in parts])
+            return _stack([made[id(p)].weight if p.computed else p.view(stores[id(p.tensor)].weight) for p in parts])
 
         def gradients(parts: list[Projection]) -> _Target:
-            return _Target([p.view(stores[id(p.tensor)].gradient()) for p in parts])
+            return _Target(
+                [made[id(p)].gradient if p.computed else p.view(stores[id(p.tensor)].gradient()) for p in parts]
+            )
 
         keys = [member.key for member in members]
         queries = [member.query for member in members if member.query is not None]
@@ -98,13 +103,16 @@ class GradientGroup(Group):
             gradients(keys).add_(joint_gradient(w_k, scale, mean, c.target))
         else:
             w_q = weights(queries)  # (S, G, R, K, D)
-            of_q, of_k, pull = GradientFactors.of(QK(w_q, w_k), scale, mean, c.target)
+            qk = QK(w_q, w_k, one_input=members[0].one_input)
+            of_q, of_k, pull = GradientFactors.of(qk, scale, mean, c.target)
             if self.trained[0]:
                 gradients(queries).add_product_(of_q, w_q, pull, w_k)
             if self.trained[1]:
                 gradients(keys).add_product_(of_k.sum(-3, keepdim=True), w_k, pull, w_q)
         for store in stores.values():
             store.finish()
+        for one in made.values():
+            one.finish()
 
 
 def _gradient_of(tensor: Tensor) -> Tensor:
@@ -131,11 +139,43 @@ class _Store:
         """Adds each rank's part of a gradient that every rank holds whole. No communication."""
         if self._whole is None or self.weight is self.tensor:
             return
-        part = spread(self._whole, self.tensor)
-        if self.tensor.grad is None:
-            self.tensor.grad = part.to(self.tensor.dtype)
-        else:
-            self.tensor.grad.add_(part)
+        _add_to_gradient(self.tensor, self._whole)
+
+
+class _Computed:
+    """A weight that is computed from parameters: its gradient goes back to those that are trained."""
+
+    def __init__(self, projection: Projection, trained: Ids) -> None:
+        self._tensors = projection.tensors
+        self._wanted = [i for i, tensor in enumerate(self._tensors) if id(tensor) in trained]
+        self._leaves = [gathered(tensor).detach() for tensor in self._tensors]
+        with torch.enable_grad():
+            for i in self._wanted:
+                self._leaves[i].requires_grad_()
+            self._made = projection.view(*self._leaves)
+        self.weight = self._made.detach()
+
+    @cached_property
+    def gradient(self) -> Tensor:
+        return torch.zeros_like(self.weight)
+
+    def finish(self) -> None:
+        if not self._wanted or "gradient" not in self.__dict__:
+            return
+        leaves = [self._leaves[i] for i in self._wanted]
+        found = torch.autograd.grad(self._made, leaves, self.gradient, allow_unused=True)
+        for i, gradient in zip(self._wanted, found, strict=True):
+            if gradient is not None:
+                _add_to_gradient(self._tensors[i], gradient)
+
+
+def _add_to_gradient(tensor: Tensor, whole: Tensor) -> None:
+    """Of a sharded one each rank its own part."""
+    part = spread(whole, tensor) if is_sharded(tensor) else whole
+    if tensor.grad is None:
+        tensor.grad = part.to(tensor.dtype)
+    else:
+        tensor.grad.add_(part)
 
 
 def _stack(views: list[Tensor]) -> Tensor:
@@ -154,19 +194,25 @@ class _Target:
         parts = [part.to(view.dtype) for view, part in zip(self.views, gradient.unbind(0), strict=True)]
         torch._foreach_add_(self.views, parts)
 
-    def add_product_(self, gram: Tensor, weight: Tensor, pull: Tensor, other: Tensor) -> None:
+    def add_product_(self, gram: Tensor, weight: Tensor, pull: Tensor | None, other: Tensor) -> None:
         """Adds gram @ weight + pull · other, the latter summed over R where the gradient is shared by R heads."""
         shared = self.views[0].shape[-3] == 1 < other.shape[-3]
         view = self.views[0]
         if len(self.views) > 1 or view.dtype != weight.dtype or not _flattens(view):
             product = gram @ weight
-            self.add_(product.add_((other * pull).sum(-3, keepdim=True)) if shared else product.addcmul_(other, pull))
+            if pull is not None:
+                product = (
+                    product.add_((other * pull).sum(-3, keepdim=True)) if shared else product.addcmul_(other, pull)
+                )
+            self.add_(product)
             return
         # one large module: accumulate into its gradient without a copy of its size
         heads, (k, d) = view.shape[0] * view.shape[1], view.shape[-2:]
         flat = view.view(heads, k, d)
         grams = gram[0].expand(*view.shape[:2], k, k).reshape(heads, k, k)
         flat.baddbmm_(grams, weight[0].reshape(heads, k, d))
+        if pull is None:
+            return
         for r in range(other.shape[-3] if shared else 1):
             view.addcmul_(other[0, :, r : r + 1] if shared else other[0], pull[0, :, r : r + 1] if shared else pull[0])
 

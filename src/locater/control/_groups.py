@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from locater.control._parameters import is_sharded, projections, shapes
-from locater.models import Attention, Norm, Rope
+from locater.control._parameters import is_sharded, projections
+from locater.models import Attention, Norm, Projection, Rope
 
 RateOf: TypeAlias = Callable[[Tensor], int | None]
 """Which of some learning rates a parameter has; None: it is not trained."""
 
 Rates: TypeAlias = tuple[int | None, int | None]
+Ids: TypeAlias = set[int]
 
 # modules up to this size are stacked, and as much again of what is made of them: small ones wait for launches
 _STACK_BYTES = {"cuda": 512 << 20}
@@ -29,6 +30,7 @@ class Group:
     members: list[Attention]
     rates: Rates
     biases: Rates
+    computed: Ids = field(default_factory=set)  # the trained parameters that weights are computed from
     with_biases: ClassVar[bool] = True  # whether biases are changed, too
 
     @property
@@ -54,7 +56,7 @@ class Groups(Generic[G]):
         self._attentions, self._kind = attentions, kind
         parts = [one for attention in attentions for one in projections(attention)]
         biases = [bias for one in parts if (bias := one.bias_tensor) is not None and kind.with_biases]
-        self._tensors = [*(one.tensor for one in parts), *biases]
+        self._tensors = [*(tensor for one in parts for tensor in one.tensors), *biases]
         self._known: dict[Hashable, tuple[list[Any], list[G]]] = {}
 
     def __call__(self, rate_of: RateOf, key: Hashable) -> list[G]:
@@ -75,24 +77,30 @@ class Groups(Generic[G]):
         def rate(tensor: Tensor | None) -> int | None:
             return rate_of(tensor) if tensor is not None and tensor.requires_grad else None
 
+        def weight_rate(one: Projection) -> int | None:
+            return next((found for tensor in one.tensors if (found := rate(tensor)) is not None), None)
+
         found: dict[Hashable, G] = {}
         uses: defaultdict[int, int] = defaultdict(int)
         for attention in self._attentions:
             parts = projections(attention)
             query, key = parts[0], parts[-1]
-            rates = rate(query.tensor), rate(key.tensor)
+            rates = weight_rate(query), weight_rate(key)
             if rates == (None, None):
                 continue
             biases = rate(query.bias_tensor), rate(key.bias_tensor)
-            stored = {id(t) for one in parts for t in (one.tensor, one.bias_tensor) if t is not None}
+            stored = {id(t) for one in parts for t in (*one.tensors, one.bias_tensor) if t is not None}
             # a parameter that several modules share is written by one module of a group at a time
             nth_use = 1 + max(uses[one] for one in stored)
             uses.update(dict.fromkeys(stored, nth_use))
             kind = (
-                shapes(attention), *((one.tensor.dtype, one.tensor.device, one.bias_tensor is None) for one in parts),
+                *((one.shape, one.tensor.dtype, one.tensor.device, one.bias_tensor is None) for one in parts),
+                *(one.computed for one in parts), attention.one_input,
                 rates, biases, attention.scale, _kind(attention.input_norm), _layout(attention.rope), nth_use,
             )  # fmt: skip
-            found.setdefault(kind, self._kind([], rates, biases)).members.append(attention)
+            group = found.setdefault(kind, self._kind([], rates, biases))
+            group.members.append(attention)
+            group.computed.update(id(t) for one in parts if one.computed for t in one.tensors if rate(t) is not None)
         yield from found.values()
 
 

@@ -20,9 +20,17 @@ def projections(attention: Attention) -> list[Projection]:
     return [attention.key] if attention.query is None else [attention.query, attention.key]
 
 
-def shapes(attention: Attention) -> tuple[torch.Size, ...]:
-    """(G, R, K, D) of the query and (G, 1, K, D) of the key."""
-    return tuple(p.view(torch.empty(p.tensor.shape, device="meta")).shape for p in projections(attention))
+def refuse_computed(known: Sequence[Attention], name: str, *, arranged: bool = False) -> None:
+    """For a method that changes the stored weights themselves; `arranged`: unless they are merely rearranged."""
+    for attention in known:
+        for projection in projections(attention):
+            if projection.others or (projection.computed and not arranged):
+                why = (
+                    "computed of several parameters (LoRA)" if projection.others else "that of a latent, not of a head"
+                )
+                raise LocaterError(
+                    f"{name} changes stored weights, and that of {attention.module} is {why}; use LocAteR"
+                )
 
 
 # ---------------------------------------------------------------------- sharded parameters (FSDP2, tensor parallelism)
@@ -42,9 +50,8 @@ def gathered(tensor: Tensor) -> Tensor:
 
 def gathered_attention(attention: Attention) -> Attention:
     """With sharded weights made whole (differentiably)."""
-    key = replace(attention.key, tensor=gathered(attention.key.tensor))
     query = attention.query
-    return replace(attention, key=key, query=query and replace(query, tensor=gathered(query.tensor)))
+    return replace(attention, key=attention.key.mapped(gathered), query=query and query.mapped(gathered))
 
 
 def spread(whole: Tensor, like: Tensor) -> Tensor:
@@ -154,37 +161,44 @@ def refuse_wrapped(model: nn.Module, known: Sequence[Attention], name: str) -> N
     """A method that adds parameters comes before the wrappers that have to know all of them."""
     if isinstance(model, DistributedDataParallel):
         raise LocaterError(f"{name} adds parameters that DDP would not reduce; apply it before wrapping the model")
-    if any(is_sharded(projection.tensor) for attention in known for projection in projections(attention)):
+    if any(is_sharded(tensor) for each in known for one in projections(each) for tensor in one.tensors):
         raise LocaterError(f"{name} adds parameters, and the model is sharded already; apply it before fully_shard")
 
 
+def _placed(tensor: Tensor, view: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+    """A whole tensor like the stored one, sharded as it: `value` where `view` shows or arranges its entries, else 0."""
+    with torch.enable_grad():
+        stored = torch.zeros(tensor.shape, dtype=value.dtype, device=value.device, requires_grad=True)
+        shown = view(stored)
+    (whole,) = torch.autograd.grad(shown, stored, value.expand_as(shown))
+    return spread(whole, tensor) if is_sharded(tensor) else whole
+
+
 @torch.no_grad()
-def scale_(tensor: Tensor, view: Callable[[Tensor], Tensor], factor: Tensor) -> None:
+def scale_(tensor: Tensor, view: Callable[[Tensor], Tensor], factor: Tensor, *, computed: bool = False) -> None:
     """Multiplies the part of a parameter that `view` shows; of a sharded one each rank its own part."""
-    if is_sharded(tensor):
-        whole = torch.ones(tensor.shape, dtype=factor.dtype, device=factor.device)
-        view(whole).mul_(factor)
-        tensor.detach().mul_(spread(whole, tensor))
+    if computed or is_sharded(tensor):
+        tensor.detach().mul_(1 + _placed(tensor, view, factor - 1))
     else:
         view(tensor.detach()).mul_(factor)  # computed in the wider of the two precisions
 
 
 @torch.no_grad()
-def add_part_(target: Tensor, source: Tensor, view: Callable[[Tensor], Tensor], amount: float | Tensor) -> None:
-    """Adds amount · source to the part of a tensor of the same shape that `view` shows."""
-    if is_sharded(target):
-        whole = torch.zeros(target.shape, dtype=target.dtype, device=target.device)
-        view(whole).add_(amount)
-        target.add_(source * spread(whole, target))
+def add_part_(target: Tensor, projection: Projection, amount: float | Tensor) -> None:
+    """Adds amount · the projection's weight to its part of a tensor like the stored one."""
+    source = projection.tensor.detach()
+    if projection.computed or is_sharded(target):
+        by = torch.as_tensor(amount, dtype=target.dtype, device=target.device)
+        target.add_(source * _placed(target, projection.view, by))
     else:
-        view(target).add_(view(source.detach()) * amount)
+        projection.view(target).add_(projection.view(source) * amount)
 
 
 def scale_projection_(projection: Projection, factor: Tensor, *, bias: bool) -> None:
-    """Multiplies W, and its bias if wanted, by `factor` (G, R or 1): the projected vectors of each head."""
-    scale_(projection.tensor, projection.view, factor[..., None, None])
+    """Multiplies W, and its bias if wanted, by `factor` (G, R or 1, K or 1): the projected vectors of each head."""
+    scale_(projection.tensor, projection.view, factor[..., None], computed=projection.computed)
     if bias and projection.bias_tensor is not None:
-        scale_(projection.bias_tensor, projection.bias_view, factor[..., None])
+        scale_(projection.bias_tensor, projection.bias_view, factor)
 
 
 def rows_of(projection: Projection) -> tuple[Tensor, int]:

@@ -20,13 +20,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from locater.control._groups import Groups
 from locater.control._parameters import HeldBy, projections, unwrapped
 from locater.errors import LocaterError
 from locater.models import Attention, attentions
+from locater.qk import QK
 
 __all__ = ["Applied", "Installed", "LocAteRForm", "Method", "Regulariser", "Schedule", "applied", "around_step"]
 
@@ -253,7 +254,7 @@ class Regulariser(ABC):
         self._clock = Clock(schedule)
         self._model = model
         self.attentions: list[Attention] = attentions(model)
-        self._tensors: list[Tensor] = [one.tensor for each in self.attentions for one in projections(each)]
+        self._tensors = [tensor for each in self.attentions for one in projections(each) for tensor in one.tensors]
         self._attached: dict[int, Applied] = {}
 
     @property
@@ -302,6 +303,12 @@ class Regulariser(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def traces(module: str, qk: QK) -> dict[str, float]:
+    """Trace, where there is one, and scale averaged over the heads of a module: for logs."""
+    values = {"trace": qk.trace()} if qk.square else {}
+    return {f"{module}/{name}": float(value.mean()) for name, value in (values | {"scale": qk.scale()}).items()}
 
 
 class LocAteRForm(Method):

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from locater.control._groups import Group, Groups, RateOf
 from locater.control._numbers import checked_number, checked_strength
-from locater.control._parameters import HeldBy
-from locater.control.apply import LocAteRForm, Regulariser, Schedule, around_step
+from locater.control._parameters import HeldBy, refuse_computed
+from locater.control.apply import LocAteRForm, Regulariser, Schedule, around_step, traces
 from locater.control.heads import read_heads, write_heads
 from locater.control.rules.decoupled import VERSION, Decoupled, baseline_scale
 from locater.errors import LocaterError
@@ -49,7 +49,7 @@ class DecoupledLocAteR(Regulariser):
     and limited by the largest scale that any offset can give it (a bound of that, `Rope.largest_product`), the keys'
     bias and shift included; it is the mean of the scale at offset 0 and of its mean over all rotary angles that is
     stepped down. The trace, that at offset 0, says nothing of other offsets, and is left alone unless `target` is
-    given.
+    given. Where keys are made of states of another width, W_QK has no trace, and the scale alone is stepped down.
 
     Frozen parameters stay as they are; nothing is left at inference. Parameters in half precision round small steps
     away, as they do an optimizer's.
@@ -72,6 +72,7 @@ class DecoupledLocAteR(Regulariser):
         joint = [attention.module for attention in self.attentions if attention.query is None]
         if joint:
             raise LocaterError(f"{joint[0]} trains W_QK itself, not its factors: use LocAteR")
+        refuse_computed(self.attentions, "DecoupledLocAteR")
         self._groups = Groups(self.attentions, Group)
         # (G, R, 2)
         self._initial = {one.module: self.rule.start(read_heads([one]))[0] for one in self.attentions}
@@ -134,11 +135,10 @@ class DecoupledLocAteR(Regulariser):
 
         Growth is in units of the baseline, W_QK's own or that of the effective scale, whichever has grown more.
         """
-        values = {}
+        values: dict[str, float] = {}
         for attention in self.attentions:
             heads = read_heads([attention])
-            values[f"{attention.module}/trace"] = float(heads.qk.trace().mean())
-            values[f"{attention.module}/scale"] = float(heads.qk.scale().mean())
+            values |= traces(attention.module, heads.qk)
             baseline = baseline_scale(self._initial[attention.module].to(heads.qk.w_q), attention.scale, self.step)
             values[f"{attention.module}/growth"] = float((self.rule.start(heads)[0] / baseline).amax(-1).mean())
         return values

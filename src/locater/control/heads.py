@@ -65,12 +65,15 @@ class Heads:
         which a softmax does not see, unless keys are rotated with their position.
         """
         gram_q = self._effective_gram(self.qk.w_q, self.biases[0], True)
-        gram_k = self._effective_gram(self.qk.w_k, self.biases[1], self.rope is not None)
+        gram_k = self._effective_gram(self.qk.w_k, self.biases[1], self.rope is not None, self.qk.square)
         return rotary_scale(gram_q, gram_k, self.rope)
 
-    def _effective_gram(self, w: Tensor, bias: Tensor | None, with_common: bool) -> Tensor:
-        """E[x xᵀ] (…, K, K) of queries or keys x, with or without what all of them have in common."""
-        norm = self.norm
+    def _effective_gram(self, w: Tensor, bias: Tensor | None, with_common: bool, normed: bool = True) -> Tensor:
+        """E[x xᵀ] (…, K, K) of queries or keys x, with or without what all of them have in common.
+
+        The norm is that of the queries' states: keys that are made of others are not `normed`.
+        """
+        norm = self.norm if normed else None
         folded = w if norm is None else norm.fold(w)
         gram = folded @ folded.mT
         if norm is not None and norm.centred:  # D coordinates of mean 0 are D long in D − 1 dimensions

@@ -7,7 +7,7 @@ The gradient has a closed form in the factors (the paper's, with its misprint me
     ∂/∂W_Q = 2 scale_strength (W_K W_Kᵀ) W_Q + 2 mean_strength (tr W_QK − target) W_K,      and with Q and K exchanged;
 
 a key matrix shared by several query heads collects their sum. It needs d_head × d_head products only: no graph, no
-d_model × d_model matrix.
+d_model × d_model matrix. A weight that is computed from parameters, as with LoRA, hands its gradient on to them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from locater.control._closed_form import Coefficients, GradientGroup
 from locater.control._groups import Groups
 from locater.control._numbers import checked_number, checked_strength
 from locater.control._parameters import HeldBy, gathered_attention
-from locater.control.apply import LocAteRForm, Regulariser, Schedule, around_step
+from locater.control.apply import LocAteRForm, Regulariser, Schedule, around_step, traces
 from locater.control.rules.locater import paper_strengths, penalty
 from locater.errors import LocaterError
 
@@ -43,8 +43,10 @@ class LocAteR(Regulariser):
       its evaluations. It runs after gradient clipping, so that the penalty's gradient is not clipped; with GradScaler
       and a fused optimizer the gradient is scaled as the others are.
 
-    Frozen parameters are counted in the penalty and left alone. A module that a model uses in several places counts
-    once. Make it when the parameters are in place: one that is replaced afterwards is not followed.
+    Where queries and keys are made of different states, as in cross attention to another width or of latents, W_QK has
+    no trace: its scale counts, and there is no mean term. Frozen parameters are counted in the penalty and left alone.
+    A module that a model uses in several places counts once. Make it when the parameters are in place: one that is
+    replaced afterwards is not followed.
     """
 
     def __init__(
@@ -132,9 +134,7 @@ class LocAteR(Regulariser):
         """Trace and scale averaged over the heads of each module, and the penalty: for logs."""
         values = {"penalty": float(self.penalty())}
         for attention in self.attentions:
-            qk = gathered_attention(attention).qk()
-            values[f"{attention.module}/trace"] = float(qk.trace().mean())
-            values[f"{attention.module}/scale"] = float(qk.scale().mean())
+            values |= traces(attention.module, gathered_attention(attention).qk())
         return values
 
     def state_dict(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from locater.control._numbers import checked_positive
-from locater.control._parameters import held_by, is_sharded, scale_projection_
+from locater.control._parameters import held_by, is_sharded, refuse_computed, scale_projection_
 from locater.control.apply import Installed, Method, around_step
 from locater.control.rules.qk_clip import clip_factors
 from locater.errors import LocaterError
@@ -35,6 +35,9 @@ class QKClip(Method):
     since the last step, on all ranks of `group` (torch.distributed's default group where there is one). It is of the
     weights before the step: the step's own change comes on top, as does what clipping a layer does to the inputs of
     the next.
+
+    In latent attention (MLA) all heads share a rotary key: it stays, the queries' rotary rows take all of γ, and the
+    other rows of queries and keys √γ each, as Kimi K2 does.
 
     A step without a finite S, as after an overflow, clips nothing. The optimizer's moments are left alone.
     """
@@ -54,6 +57,7 @@ class QKClip(Method):
     def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
         optimizer = self._optimizer(optimizer)
         known, held = attentions(model), held_by(optimizer)
+        refuse_computed(known, self.name, arranged=True)
         heads = {attention.module: _Largest.of(attention, held) for attention in known}
         by_module: dict[int, _Largest] = {}
 
@@ -113,13 +117,12 @@ class _Largest:
         key = attention.key
         parts = (attention.query, key)
         trained = tuple(p is not None and p.tensor.requires_grad and id(p.tensor) in held for p in parts)
-        if not any(trained):
+        if not any(trained) or (attention.shared_key_rows and not trained[0]):
+            missing = "no W_Q" if any(trained) else "neither W_Q nor W_K"
             raise LocaterError(
-                f"the optimizer trains neither W_Q nor W_K of {attention.module}; apply QK-clip with the one that does"
+                f"the optimizer trains {missing} of {attention.module}; apply QK-clip with the one that does"
             )
-        shape = key.view(torch.empty(key.tensor.shape, device="meta")).shape
-        if attention.query is not None:
-            shape = attention.query.view(torch.empty(attention.query.tensor.shape, device="meta")).shape
+        shape = (attention.query or key).shape
         largest = torch.full(shape[:2], -math.inf, device=key.tensor.device)
         return cls(attention, (trained[0], trained[1]), largest, largest.clone())
 
@@ -142,9 +145,12 @@ class _Largest:
         """Scales the weights by what the last step's largest logits (G, R) ask for."""
         shared = self.clipped_at.shape[1] > 1
         parts = (self.attention.query, self.attention.key)
-        factors = clip_factors(self.clipped_at, threshold, self.trained, shared)
+        f_q, f_k = (one[..., None] for one in clip_factors(self.clipped_at, threshold, self.trained, shared))
+        if fixed := self.attention.shared_key_rows:  # the queries' rows take the keys' part of those that stay
+            own = torch.arange(self.attention.key.shape[-2], device=f_q.device) >= fixed
+            f_q, f_k = torch.where(own, f_q, f_q * f_k), torch.where(own, f_k, 1.0)
         changed = (self.trained[0], self.trained[1] and not (self.trained[0] and shared))
-        for projection, factor, change in zip(parts, factors, changed, strict=True):
+        for projection, factor, change in zip(parts, (f_q, f_k), changed, strict=True):
             if projection is not None and change:
                 scale_projection_(projection, factor, bias=True)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from locater.control._numbers import checked_strength
-from locater.control._parameters import add_part_, held_by, projections, scale_projection_
+from locater.control._parameters import add_part_, held_by, projections, refuse_computed, scale_projection_
 from locater.control.apply import Installed, Method, around_step
 from locater.control.rules.decay import decay_factor
 from locater.errors import LocaterError
@@ -46,6 +46,7 @@ class QKDecay(Method):
     def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
         optimizer = self._optimizer(optimizer)
         known, held = attentions(model), held_by(optimizer)
+        refuse_computed(known, self.name, arranged=True)
         parts: dict[tuple[int, str], Projection] = {}  # a parameter that modules share is decayed once
         for attention in known:
             for name, projection in zip(("key", "query"), reversed(projections(attention)), strict=False):
@@ -80,7 +81,7 @@ class QKDecay(Method):
                 if tensor.grad is None:
                     continue
                 dtype = torch.promote_types(tensor.dtype, torch.float32)
-                factors = torch.ones(1, 1, dtype=dtype, device=tensor.device) * factor
+                factors = torch.ones(1, 1, 1, dtype=dtype, device=tensor.device) * factor
                 if overflow is not None:
                     factors = torch.where(overflow.to(tensor.device) > 0, torch.ones_like(factors), factors)
                 scale_projection_(projection, factors, bias=False)
@@ -88,7 +89,7 @@ class QKDecay(Method):
                     grad_scale = getattr(optimizer, "grad_scale", None)
                     amount = own * (1.0 if grad_scale is None else grad_scale)
                     sign = 1 if group.get("maximize") else -1
-                    add_part_(tensor.grad, tensor, projection.view, sign * amount)
+                    add_part_(tensor.grad, projection, sign * amount)
 
 
 def _groups(optimizer: Optimizer, parts: Iterable[Projection]) -> Iterator[tuple[dict[str, Any], list[Projection]]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from locater.control._numbers import checked_positive, checked_strength
-from locater.control._parameters import add_group, owner_of, refuse_wrapped
+from locater.control._parameters import add_group, owner_of, refuse_computed, refuse_wrapped
 from locater.control.apply import Installed, Method
 from locater.control.rules.qk_norm import EPS, normalised
 from locater.errors import LocaterError
@@ -45,6 +45,7 @@ class QKNorm(Method):
 
     def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
         known = attentions(model)
+        refuse_computed(known, self.name)
         plans = [list(_plan(model, attention)) for attention in known]  # all are checked before one is changed
         if self.gain:
             refuse_wrapped(model, known, self.name)
@@ -100,7 +101,7 @@ class _Norm(nn.Module):
         super().__init__()
         self.eps = eps
         weight = attention.key.tensor
-        width = attention.key.view(torch.empty(weight.shape, device="meta")).shape[-2]
+        width = attention.key.shape[-2]
         for part in ("query", "key"):
             start = None if gain is None else torch.full((width,), gain, dtype=weight.dtype, device=weight.device)
             self.register_parameter(part, None if start is None else nn.Parameter(start))

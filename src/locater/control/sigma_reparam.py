@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from locater.control._parameters import add_group, gathered, owner_of, projections, refuse_wrapped, rows_of, scale_
+from locater.control._parameters import (
+    add_group,
+    gathered,
+    owner_of,
+    projections,
+    refuse_computed,
+    refuse_wrapped,
+    rows_of,
+    scale_,
+)
 from locater.control.apply import Installed, Method
 from locater.control.rules.sigma_reparam import first_singular_vectors, power_iteration, row_factors, spectral_norms
 from locater.errors import LocaterError
@@ -61,6 +70,7 @@ class SigmaReparam(Method):
     def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
         _refuse_parametrized(model)
         known = attentions(model)
+        refuse_computed(known, self.name)
         refuse_wrapped(model, known, self.name)
         if self.where == "qk":
             for attention in known:

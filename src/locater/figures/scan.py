@@ -39,7 +39,7 @@ def maps(scan: Scan) -> Figure:
         grid = np.full((len(modules), heads), np.nan)
         values = table[name].to_numpy(dtype=float)
         grid[row, table["head"].to_numpy()] = np.log10(np.maximum(values, 1e-12)) if kind == "log" else values
-        reach = float(np.nanmax(np.abs(grid))) or 1.0
+        reach = float(np.nanmax(np.abs(grid), initial=0.0)) or 1.0
         limits: dict[str, Any] = {"vmin": -reach, "vmax": reach} if kind == "centred" else {}
         image = ax.imshow(grid, cmap=colours, aspect="auto", interpolation="nearest", **limits)
         figure.colorbar(image, ax=ax)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,17 +25,35 @@ class Projection:
     """A projection's weight inside the tensor that stores it.
 
     `view` maps the stored tensor, or its gradient, to (G, R or 1, K, D) without copying: what is written
-    there is written into the model.
+    there is written into the model. Where the weight is `computed`, it makes it of `tensor` and `others` instead:
+    gradients reach them through autograd. Without others, it arranges entries of `tensor`, each at most once, among
+    constants.
     """
 
     tensor: Tensor
-    view: Callable[[Tensor], Tensor]
+    view: Callable[..., Tensor]
     bias_tensor: Tensor | None = None
     bias_view: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    others: tuple[Tensor, ...] = ()
+    computed: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every parameter of the weight."""
+        return (self.tensor, *self.others)
 
     @property
     def weight(self) -> Tensor:
-        return self.view(self.tensor)
+        return self.view(*self.tensors)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The weight's, none of which is made."""
+        return self.view(*(torch.empty(tensor.shape, device="meta") for tensor in self.tensors)).shape
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Projection:
+        """Made of what the function makes of each parameter."""
+        return replace(self, tensor=function(self.tensor), others=tuple(map(function, self.others)))
 
     @property
     def bias(self) -> Tensor | None:
@@ -52,6 +70,8 @@ class Norm:
     centred: bool = False  # LayerNorm subtracts the mean
     bias: Tensor | None = None
     base: float = 0.0
+    joint: bool = False  # over all heads (B, G, R, T, K) of a token together
+    after_rope: bool = False
 
     @property
     def gain(self) -> Tensor | None:
@@ -59,9 +79,10 @@ class Norm:
         return self.stored if self.stored is None or not self.base else self.base + self.stored
 
     def __call__(self, x: Tensor) -> Tensor:
+        over = (-4, -3, -1) if self.joint else (-1,)
         if self.centred:
-            x = x - x.mean(-1, keepdim=True)
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+            x = x - x.mean(over, keepdim=True)
+        x = x * torch.rsqrt(x.square().mean(over, keepdim=True) + self.eps)
         if (gain := self.gain) is not None:
             x = x * gain
         return x if self.bias is None else x + self.bias
@@ -114,6 +135,7 @@ class RelativeBias:
 
 
 PositionBias = Callable[[Tensor, Tensor], Tensor]
+States = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -133,39 +155,56 @@ class Attention:
     position_bias: PositionBias | None = None
     bias_scale: float = 1.0  # of position_bias
     input_norm: Norm | None = field(default=None, repr=False)
+    # what W_Q and W_K act on, made of the states that enter the module; those states themselves where None
+    query_input: States | None = field(default=None, repr=False)
+    key_input: States | None = field(default=None, repr=False)
+    layers: tuple[int, ...] = ()  # those that use the module, where several do
+    shared_key_rows: int = 0  # the first rows of every head's keys are constants: they pass on a key that heads share
 
     @property
     def heads(self) -> int:
         return math.prod(self.qk().shape)
 
+    @property
+    def one_input(self) -> bool:
+        """Whether W_Q and W_K act on states of one space."""
+        return self.query_input is None and self.key_input is None
+
+    def per_layer(self) -> list[Attention]:
+        """The module as each of the layers that share it uses it, under its name and the layer's number."""
+        return [replace(self, module=f"{self.module}@{n}", layer=n, layers=()) for n in self.layers] or [self]
+
     def qk(self) -> QK:
         """W_QK of every head, leading shape (G, R): at relative offset 0, norms not folded."""
         if self.query is None:
             return QK.from_joint(self.key.weight)
-        return QK(self.query.weight, self.key.weight)
+        return QK(self.query.weight, self.key.weight, one_input=self.one_input)
 
     def qk_at(self, offset: float = 0.0, *, fold_norm: bool = False) -> QK:
         """W_QK as it acts on a query and a key `offset` positions after it (negative for causal attention).
 
-        With `fold_norm`, the gain (and centring) of the norm before attention is folded in.
+        With `fold_norm`, the gain (and centring) of the norm before attention is folded in: into W_Q alone where keys
+        are made of other states.
         """
         qk = self.qk()
         w_q, w_k = qk.w_q, qk.w_k
         if fold_norm:
             if self.input_norm is None:
                 raise LocaterError(f"{self.module} has no norm before it to fold in")
-            w_q, w_k = self.input_norm.fold(w_q), self.input_norm.fold(w_k)
-        if self.rope is not None and offset != 0:
+            w_q, w_k = self.input_norm.fold(w_q), self.input_norm.fold(w_k) if qk.square else w_k
+        if self.rope is not None and (offset != 0 or self.rope.gain != 1):
+            w_q = w_q if self.rope.gain == 1 else self.rope.rotate_rows(w_q, 0.0)
             w_k = self.rope.rotate_rows(w_k, offset)
-        return QK(w_q, w_k)
+        return QK(w_q, w_k, one_input=self.one_input)
 
     def qk_mean(self, offsets: int, *, fold_norm: bool = False) -> QK:
         """W_QK averaged over the offsets 0, −1, …, 1 − `offsets`: what is left of it when positions vary."""
         qk = self.qk_at(0.0, fold_norm=fold_norm)
         if self.rope is None:
             return qk
-        w_k = torch.stack([self.rope.rotate_rows(qk.w_k, -float(offset)) for offset in range(offsets)]).mean(0)
-        return QK(qk.w_q, w_k)
+        rope = replace(self.rope, gain=1.0)  # which is in the factors already
+        w_k = torch.stack([rope.rotate_rows(qk.w_k, -float(offset)) for offset in range(offsets)]).mean(0)
+        return QK(qk.w_q, w_k, one_input=self.one_input)
 
     def project(
         self, query_states: Tensor, key_states: Tensor, positions: tuple[Tensor, Tensor]
@@ -173,6 +212,8 @@ class Attention:
         """q (B, G, R, T_q, K) and k (B, G, 1, T_k, K) as the head compares them: biases, norms and RoPE applied."""
         if self.query is None:
             raise LocaterError(f"{self.module} trains W_QK itself: it has no separate queries and keys")
+        query_states = query_states if self.query_input is None else self.query_input(query_states)
+        key_states = key_states if self.key_input is None else self.key_input(key_states)
         q = self._apply(self.query, query_states, self.query_norm, positions[0])
         return q, self._apply(self.key, key_states, self.key_norm, positions[1])
 
@@ -180,9 +221,10 @@ class Attention:
         x = torch.einsum("btd,grkd->bgrtk", states, projection.weight)
         if projection.bias is not None:
             x = x + projection.bias[:, :, None, :]
-        if norm is not None:
+        if norm is not None and not norm.after_rope:
             x = norm(x)
-        return x if self.rope is None else self.rope.rotate(x, position)
+        x = x if self.rope is None else self.rope.rotate(x, position)
+        return norm(x) if norm is not None and norm.after_rope else x
 
     def logits(
         self, query_states: Tensor, key_states: Tensor | None = None, *, positions: tuple[Tensor, Tensor] | None = None

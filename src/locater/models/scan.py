@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,10 @@ _LATER: tuple[tuple[Any, str, str], ...] = (
     (str, "text", "attention_regime"),
     (int | float | None, "a number or null", "attention_entropy"),
 )
+_OF_TRACE = (
+    "trace", "trace_square", "xi", "r", "eigenvalue_mean", "eigenvalue_variance", "symmetric_share",
+    "attention_entropy", "rho_first", "rho_middle", "rho_last",
+)  # fmt: skip
 _NOT_THERE: dict[str, Any] = {"attention_regime": "", "attention_entropy": None}
 
 
@@ -62,7 +66,9 @@ class Spectra:
     qk: QK
 
     def eigenvalues(self) -> Tensor:
-        """(heads, d_head), complex."""
+        """(heads, d_head), complex; one NaN a head where W_QK has none."""
+        if not self.qk.square:
+            return torch.full((self.qk.shape.numel(), 1), torch.nan, dtype=torch.complex128)
         return self.qk.eigenvalues().flatten(0, 1)
 
 
@@ -73,6 +79,7 @@ def spectra(
     offset: float = 0.0,
     average_offsets: int | None = None,
     fold_norm: bool = False,
+    layers: Collection[int] | None = None,
 ) -> Iterator[Spectra]:
     """W_QK of every attention module, one at a time; the arguments are those of `scan`."""
     if not abs(offset) < float("inf"):
@@ -84,11 +91,17 @@ def spectra(
         modules = attentions(model_or_path)
     else:
         from locater.models.checkpoint import Checkpoint, open_checkpoint
+        from locater.models.hub import ahead
 
         stored = model_or_path if isinstance(model_or_path, Checkpoint) else open_checkpoint(model_or_path)
-        modules = stored.attentions()
+        modules = stored.attentions() if layers is None else stored.attentions(layers)
+        if stored.traffic is not None:  # from the hub, where a request takes as long as a spectrum
+            modules = ahead(modules)
     with torch.no_grad():
         for attention in modules:
+            uses = [use for use in attention.per_layer() if layers is None or use.layer in layers]
+            if not uses:
+                continue
             fold = fold_norm and attention.input_norm is not None
             if average_offsets is None:
                 qk = attention.qk_at(offset, fold_norm=fold)
@@ -96,8 +109,9 @@ def spectra(
                 qk = attention.qk_mean(average_offsets, fold_norm=fold)
             if not (torch.isfinite(qk.w_q).all() and torch.isfinite(qk.w_k).all()):
                 raise LocaterError(f"{attention.module} has NaN or infinite weights; its spectrum does not exist")
-            qk = QK(qk.w_q.double(), qk.w_k.double())
-            yield Spectra(attention, _through(qk, attention.module, covariance))
+            qk = QK(qk.w_q.double(), qk.w_k.double(), one_input=attention.one_input)
+            qk = _through(qk, attention.module, covariance)
+            yield from (Spectra(use, qk) for use in uses)
 
 
 def _through(qk: QK, module: str, covariance: Tensor | Mapping[str, Tensor] | None) -> QK:
@@ -107,6 +121,8 @@ def _through(qk: QK, module: str, covariance: Tensor | Mapping[str, Tensor] | No
         if covariance is not None:
             raise LocaterError(f"the covariances name no module {module}")
         return qk
+    if not qk.square:
+        raise LocaterError(f"queries and keys of {module} are made of different states; one covariance is not of both")
     if tuple(sigma.shape) != (qk.d_model, qk.d_model):
         raise LocaterError(
             f"the covariance for {module} must be {qk.d_model} × {qk.d_model}, got shape {tuple(sigma.shape)}"
@@ -126,9 +142,12 @@ def scan(
     fold_norm: bool = False,
     covariance: Tensor | Mapping[str, Tensor] | None = None,
     tokens: int = 64,
+    layers: Collection[int] | None = None,
     progress: Callable[[Attention], None] | None = None,
 ) -> pd.DataFrame:
     """A row for every query head of a live model, a checkpoint on disk, or a hub id (organisation/model@revision).
+
+    A module that several layers share has rows for each of them, under its name and the layer's number.
 
     Args:
         offset: Under RoPE, the position of the key minus that of the query (0 or negative for causal attention).
@@ -137,6 +156,7 @@ def scan(
         covariance: Σ of the states that enter attention, (d_model, d_model), or one for each module by name
             (`locater.models.covariances` estimates them); the identity if not given.
         tokens: T of `attention_*`, whose tokens are independent, and of `regime` and `rho_*`, whose are a random walk.
+        layers: Only the modules of these layers; of a checkpoint the weights of others are not read.
         progress: Called with each attention module that is done.
 
     The columns: module, kind (self, cross, encoder, decoder), layer, head, key_head, d_head, d_model, logit_scale;
@@ -150,11 +170,14 @@ def scan(
     counts the gain. Of the paper's piecewise linear softmax, for a random walk: regime, the shape of ρ, and ρ at the
     first, middle and last token (rho_first, rho_middle, rho_last; a normal law with exact moments).
 
+    Where queries and keys are made of different states (keys of another width, latents), W_QK has no trace: d_model is
+    the queries' width, and all that is made of the trace is NaN: trace, trace_square, xi, r, eigenvalue_*,
+    symmetric_share, attention_entropy and rho_*; both regimes are "".
+
     rope, qk_norm, softcap: with QK-norm the logits do not grow with W_QK, and both regimes are of the raw weights.
     """
-    found = spectra(
-        model_or_path, offset=offset, average_offsets=average_offsets, fold_norm=fold_norm, covariance=covariance
-    )
+    asked: dict[str, Any] = {"offset": offset, "average_offsets": average_offsets, "fold_norm": fold_norm}
+    found = spectra(model_or_path, **asked, covariance=covariance, layers=layers)
     return _table(found, tokens, lambda each: None if progress is None else progress(each.attention))
 
 
@@ -180,6 +203,8 @@ class Scan:
         average_offsets: int | None = None,
         fold_norm: bool = False,
         tokens: int = 64,
+        layers: Collection[int] | None = None,
+        progress: Callable[[Attention], None] | None = None,
     ) -> Scan:
         """Reads every weight once; the arguments are those of `scan`, and `name` is what the file calls the model."""
         if name is None:
@@ -188,9 +213,12 @@ class Scan:
 
         def keep(each: Spectra) -> None:
             eigenvalues[each.attention.module] = each.eigenvalues().cpu().numpy()
+            if progress is not None:
+                progress(each.attention)
 
-        found = spectra(model_or_path, offset=offset, average_offsets=average_offsets, fold_norm=fold_norm)
-        return cls(_table(found, tokens, keep), eigenvalues, name, offset, average_offsets, fold_norm, tokens)
+        asked: dict[str, Any] = {"offset": offset, "average_offsets": average_offsets, "fold_norm": fold_norm}
+        found = spectra(model_or_path, **asked, layers=layers)
+        return cls(_table(found, tokens, keep), eigenvalues, name, **asked, tokens=tokens)
 
     @property
     def title(self) -> str:
@@ -199,10 +227,12 @@ class Scan:
 
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads. Eigenvalues are pairs of six digits, enough for a picture or a quantile."""
-        pairs = {
+        pairs: dict[str, Any] = {
             module: [[[float(f"{w.real:.6g}"), float(f"{w.imag:.6g}")] for w in head] for head in values.tolist()]
             for module, values in self.eigenvalues.items()
         }
+        missing = [module for module, values in self.eigenvalues.items() if np.isnan(values).any()]
+        pairs |= {module: nulled(pairs[module]) for module in missing}
         asked = {name: getattr(self, name) for _, _, name in _ASKED}
         return {**asked, "heads": nulled(self.table.to_dict("records")), "eigenvalues": pairs}
 
@@ -227,6 +257,7 @@ class Scan:
         for number, row in enumerate(rows, start=1):
             _check(row, _LATER, f"row {number}")
         table = pd.DataFrame(rows)
+        table = table.astype({name: float for name in _OF_TRACE if table[name].isna().all()})
         expected = table.groupby("module").cumcount()
         for number in np.flatnonzero(table["head"] != expected).tolist():
             raise LocaterError(f"head of row {number + 1} must be {expected[number]}, got {table['head'][number]}")
@@ -266,6 +297,8 @@ def _table(found: Iterable[Spectra], tokens: int, watch: Callable[[Spectra], Non
     for spectrum in found:
         frames.append(pd.DataFrame(_rows(spectrum, process)))
         watch(spectrum)
+    if not frames:
+        raise LocaterError("no attention module is in the layers that were asked for")
     return pd.concat(frames, ignore_index=True)
 
 
@@ -278,15 +311,19 @@ def _rows(spectrum: Spectra, process: TokenProcess) -> dict[str, Any]:
     def column(values: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
         return np.asarray(values.expand(groups, per_group).reshape(-1).cpu())
 
-    trace, scale, square = column(qk.trace()), column(qk.scale()), column(qk.trace_square())
-    singular = _singular_values(qk)
+    scale, singular = column(qk.scale()), _singular_values(qk)
     share = singular / singular.sum(-1, keepdim=True).clamp(min=1e-300)
     root = np.sqrt(np.maximum(scale, 1e-300))
-    temperature = 1 / abs(attention.scale)
-    rho = gaussian_rho(trace, scale, square, process, temperature)
-    names, entropy = independent_regimes(
-        np.sign(attention.scale) * trace, square.clip(-scale, scale), scale, process.tokens, temperature
-    )
+    trace = square = entropy = np.full(heads, np.nan)
+    rho, names, shapes = np.full((heads, 1), np.nan), np.full(heads, ""), np.full(heads, "")
+    if qk.square:
+        trace, square = column(qk.trace()), column(qk.trace_square())
+        temperature = 1 / abs(attention.scale)
+        rho = gaussian_rho(trace, scale, square, process, temperature)
+        shapes = np.asarray(regime(rho))
+        names, entropy = independent_regimes(
+            np.sign(attention.scale) * trace, square.clip(-scale, scale), scale, process.tokens, temperature
+        )
     mean = trace / qk.d_model
     return {
         "module": attention.module,
@@ -310,7 +347,7 @@ def _rows(spectrum: Spectra, process: TokenProcess) -> dict[str, Any]:
         "symmetric_share": 0.5 * (1 + square / np.maximum(scale, 1e-300)),
         "attention_regime": names,
         "attention_entropy": entropy,
-        "regime": regime(rho),
+        "regime": shapes,
         "rho_first": rho[:, 0],
         "rho_middle": rho[:, len(rho[0]) // 2],
         "rho_last": rho[:, -1],

@@ -122,14 +122,18 @@ def decoupled_step(
 
     With a `baseline`, the scale's step is multiplied by clamp(scale/baseline − 1, 0, 1), and a trace above its target
     is not lowered. With rotary positions the scale is the mean of that at offset 0 and of its mean over all offsets,
-    and growth is that of the largest scale that any rotary angles can give; the trace is that of offset 0.
+    and growth is that of the largest scale that any rotary angles can give; the trace is that of offset 0. A W_QK
+    without a trace makes the scale's step alone.
     """
     products = _Products.of(qk)
     if baseline is not None:
         scale_step = scale_step * (products.largest_scale(rope) / baseline - 1).clamp(0, 1)
-        target = torch.maximum(target, products.trace)
     shrink_q, shrink_k = products.averaged(rope).damped(scale_step)
-    pull = products.damped_pull(mean_step, target)[..., None, None]
+    if products.trace is None:
+        return qk.w_q - shrink_q @ qk.w_q, qk.w_k - shrink_k @ qk.w_k
+    if baseline is not None:
+        target = torch.maximum(target, products.trace)
+    pull = products.damped_pull(products.trace, mean_step, target)[..., None, None]
     # matrices of a weight's size are read and written as seldom as may be; 1 − shrink · gram in one product would round
     # the weights themselves where products are TF32
     w_q = qk.w_q - torch.addcmul(shrink_q @ qk.w_q, pull, qk.w_k)
@@ -140,17 +144,17 @@ def decoupled_step(
 
 @dataclass(frozen=True)
 class _Products:
-    """W_Q W_Qᵀ, W_K W_Kᵀ (…, K, K) and tr W_QK (…): all that the size of a step is computed from."""
+    """W_Q W_Qᵀ, W_K W_Kᵀ (…, K, K) and, if it has one, tr W_QK (…): what the size of a step is computed from."""
 
     gram_q: Tensor
     gram_k: Tensor
-    trace: Tensor
+    trace: Tensor | None
     shared_keys: bool
 
     @classmethod
     def of(cls, qk: QK) -> _Products:
         shared = qk.w_k.ndim > 2 and qk.w_k.shape[-3] < qk.w_q.shape[-3]
-        return cls(qk.w_q @ qk.w_q.mT, qk.w_k @ qk.w_k.mT, qk.trace(), shared)
+        return cls(qk.w_q @ qk.w_q.mT, qk.w_k @ qk.w_k.mT, qk.trace() if qk.square else None, shared)
 
     def largest_scale(self, rope: Rope | None) -> Tensor:
         return rotary_scale(self.gram_q, self.gram_k, rope)
@@ -177,7 +181,7 @@ class _Products:
         shrink = (2 * step / (1 + 2 * largest))[..., None, None]
         return shrink * self.gram_k, self.over_heads(shrink * self.gram_q, -3)
 
-    def damped_pull(self, step: Tensor, target: Tensor) -> Tensor:
+    def damped_pull(self, trace: Tensor, step: Tensor, target: Tensor) -> Tensor:
         """c of the step W_Q − c W_K, W_K − c W_Q down (trace − target)².
 
         The trace becomes trace − c S + c² trace, where S is the sum of the squared norms of the factors. That is
@@ -186,9 +190,9 @@ class _Products:
         """
         squares_q, squares_k = (gram.diagonal(dim1=-2, dim2=-1).sum(-1) for gram in (self.gram_q, self.gram_k))
         squares_q = self.over_heads(squares_q, -1)
-        off, both = self.trace - target, squares_q + squares_k
+        off, both = trace - target, squares_q + squares_k
         c = 2 * step * off / (1 + 4 * step * torch.maximum(squares_q, squares_k))
-        there = 2 * off.abs() / (both + (both.square() - 4 * self.trace * off).clamp(min=0).sqrt()).clamp(min=1e-30)
+        there = 2 * off.abs() / (both + (both.square() - 4 * trace * off).clamp(min=0).sqrt()).clamp(min=1e-30)
         most = there.clamp(max=1)
         return c.clamp(-most, most)
 

@@ -2,6 +2,8 @@
 
     scale_strength · tr(W_QKᵀW_QK) + mean_strength · (tr W_QK − target)²
 
+without the second term where W_QK has no trace (queries and keys of different states).
+
 Legend: K head width, D model width; strengths and targets broadcast against the leading dimensions.
 """
 
@@ -28,23 +30,24 @@ READINGS: dict[str, tuple[str, str]] = {
 
 def penalty(qk: QK, scale_strength: float | Tensor, mean_strength: float | Tensor, target: float | Tensor) -> Tensor:
     """Of every matrix."""
-    return scale_strength * qk.scale() + mean_strength * (qk.trace() - target).square()
+    value = scale_strength * qk.scale()
+    return value + mean_strength * (qk.trace() - target).square() if qk.square else value
 
 
 class GradientFactors(NamedTuple):
     """∂/∂W_Q = of_q W_Q + pull W_K and ∂/∂W_K = of_k W_K + pull W_Q; a key that query heads share collects their sum.
 
-    No d_model × d_model matrix, no graph.
+    Nothing pulls where there is no trace. No d_model × d_model matrix, no graph.
     """
 
     of_q: Tensor  # (…, K, K)
     of_k: Tensor
-    pull: Tensor  # (…, 1, 1)
+    pull: Tensor | None  # (…, 1, 1)
 
     @classmethod
     def of(cls, qk: QK, scale_strength: Tensor, mean_strength: Tensor, target: Tensor | float) -> GradientFactors:
         scale = 2 * scale_strength[..., None, None]
-        pull = (2 * mean_strength * (qk.trace() - target))[..., None, None]
+        pull = (2 * mean_strength * (qk.trace() - target))[..., None, None] if qk.square else None
         return cls(scale * (qk.w_k @ qk.w_k.mT), scale * (qk.w_q @ qk.w_q.mT), pull)
 
 
@@ -53,7 +56,8 @@ def penalty_gradient(
 ) -> tuple[Tensor, Tensor]:
     """∂/∂W_Q and ∂/∂W_K of every matrix's penalty."""
     of_q, of_k, pull = GradientFactors.of(qk, scale_strength, mean_strength, target)
-    return of_q @ qk.w_q + pull * qk.w_k, of_k @ qk.w_k + pull * qk.w_q
+    by_scale = of_q @ qk.w_q, of_k @ qk.w_k
+    return by_scale if pull is None else (by_scale[0] + pull * qk.w_k, by_scale[1] + pull * qk.w_q)
 
 
 def joint_gradient(w: Tensor, scale_strength: Tensor, mean_strength: Tensor, target: Tensor | float) -> Tensor:

@@ -14,11 +14,6 @@ def read(site: Site) -> Attention:
     module = site.module
     assert isinstance(module, nn.MultiheadAttention)
     d, heads = module.embed_dim, module.num_heads
-    if module.kdim != d:
-        raise LocaterError(
-            f"{site.name}: keys of width {module.kdim} and queries of width {d} make W_QK rectangular, "
-            "which has no trace and no eigenvalues"
-        )
     if module.bias_k is not None or module.add_zero_attn:
         raise LocaterError(f"{site.name}: add_bias_kv and add_zero_attn add keys that no token has; not supported")
     shape = (heads, 1, d // heads)
@@ -39,6 +34,6 @@ def read(site: Site) -> Attention:
     return site.attention(
         query,
         key,
-        kind="cross" if site.name.split(".")[-1] == "multihead_attn" else "self",
+        kind="cross" if site.name.split(".")[-1] == "multihead_attn" or module.kdim != d else "self",
         scale=(d // heads) ** -0.5,
     )
