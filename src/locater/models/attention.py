@@ -175,7 +175,7 @@ class Attention:
         return [replace(self, module=f"{self.module}@{n}", layer=n, layers=()) for n in self.layers] or [self]
 
     def qk(self) -> QK:
-        """W_QK of every head, leading shape (G, R): at relative offset 0, norms not folded."""
+        """W_QK of every head, leading shape (G, R): of the weights alone, without norms and rotation."""
         if self.query is None:
             return QK.from_joint(self.key.weight)
         return QK(self.query.weight, self.key.weight, one_input=self.one_input)

@@ -60,10 +60,12 @@ class Heads:
         return self.groups, 1, self.width
 
 
-def projection(site: Site, name: str, rows: Callable[[Tensor], Tensor], *, transposed: bool = False) -> Projection:
+def projection(
+    site: Site, name: str, rows: Callable[[Tensor], Tensor], *, transposed: bool = False, computed: bool = False
+) -> Projection:
     """The linear layer `name`; `rows` picks (G, R, K) out of its output dimension, which comes first.
 
-    `transposed`: GPT-2's Conv1D stores (D, outputs).
+    `transposed`: GPT-2's Conv1D stores (D, outputs). `computed`: rows arranges entries, and is no view of them.
     """
     weight, bias = site.tensor(f"{name}.weight"), site.optional(f"{name}.bias")
 
@@ -79,7 +81,7 @@ def projection(site: Site, name: str, rows: Callable[[Tensor], Tensor], *, trans
         ) from error
     if shaped.ndim != 4:
         raise LocaterError(f"{site.name}.{name}.weight has shape {tuple(weight.shape)}, not that of a linear layer")
-    return Projection(weight, view, bias, rows)
+    return Projection(weight, view, bias, rows, computed=computed)
 
 
 def separate(site: Site, query: str, key: str, heads: Heads) -> tuple[Projection, Projection]:
@@ -138,16 +140,17 @@ def layer_norm(site: Site, name: str, *eps: str, default: float = 1e-5) -> Norm 
     return Norm(gain, site.setting(*eps, default=default), centred=True, bias=site.optional(f"{name}.bias"))
 
 
+def rope_parameters(site: Site, layer_type: str | None = None) -> Mapping[str, Any]:
+    parameters: Mapping[str, Any] | None = site.setting("rope_parameters", default=None)
+    if parameters is not None:
+        return parameters[layer_type] if layer_type is not None and layer_type in parameters else parameters
+    theta = site.setting("rope_theta", "rotary_emb_base", default=10000.0)
+    return {"rope_theta": theta, **(site.setting("rope_scaling", default=None) or {})}
+
+
 def rope(site: Site, width: int, *, layer_type: str | None = None, interleaved: bool = False) -> Rope:
     """Rotary frequencies from a configuration, in its present form (rope_parameters) or its older one."""
-    parameters = site.setting("rope_parameters", default=None)
-    if parameters is not None and layer_type is not None and layer_type in parameters:
-        parameters = parameters[layer_type]
-    if parameters is None:
-        parameters = {
-            "rope_theta": site.setting("rope_theta", "rotary_emb_base", default=10000.0),
-            **(site.setting("rope_scaling", default=None) or {}),
-        }
+    parameters = rope_parameters(site, layer_type)
     share = parameters.get("partial_rotary_factor")
     if share is None:
         share = site.setting("partial_rotary_factor", "rotary_pct", default=1.0)

@@ -1,0 +1,134 @@
+"""Latent attention (MLA): DeepSeek V2 and V3, Kimi, GLM-4-MoE-lite, LongCat, MiniCPM3 and those built like them.
+
+Queries are made of a normed latent (of the hidden states where there is none), keys of a normed latent and of one
+rotary key that all heads share. W_Q of a head is its rows of q_b_proj; W_K is W_UK beside an identity that passes the
+shared key on, as it is before rotation. Both are between different spaces: W_QK has no trace. The rotary rows of a head
+are stored last, and read first.
+
+Legend: H heads, N rows without rotation, P rotary rows, K = P + N, L width of the key latent.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from locater.models.attention import Attention, Norm
+from locater.models.families._parts import projection, rope_from, rope_parameters
+from locater.models.registry import Site, register
+from locater.models.rope import Rope
+
+_SIZES = ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+_HALVES = {"minicpm3"}  # rotate halves, whatever rope_interleave says
+_UNROTATED = {"kimi_linear", "glm5_next", "glm5_next_text"}
+_WIDENED = {"longcat_flash"}  # latents are multiplied by √(hidden size / their width)
+_EPS = 1e-6  # of the latents' norms, whatever the configuration says of others
+
+
+@register(
+    "DeepseekV2Attention", "DeepseekV3Attention", "DeepseekV32Attention", "Glm4MoeLiteAttention", "GlmMoeDsaAttention",
+    "LongcatFlashMLA", "MiniCPM3Attention", "KimiLinearAttention", "YoutuAttention", "AXK1Attention",
+    "BailingHybridAttention",
+    checkpoints=(
+        "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3",
+        "kimi_k2", "youtu", "axk1",
+    ),
+    paths=(r"(?:.*\.)?layers\.\d+\.self_attn(?:\.\d+)?",),
+)  # fmt: skip
+def read(site: Site) -> Attention:
+    heads, nope, rotary, values, latent = (site.setting(name) for name in _SIZES)
+    kind, parameters = site.setting("model_type", default=""), rope_parameters(site)
+
+    def of_query(t: Tensor) -> Tensor:
+        t = t.unflatten(0, (heads, 1, nope + rotary))
+        return torch.cat([t[:, :, nope:], t[:, :, :nope]], 2)  # (H, 1, K, …)
+
+    def of_key(t: Tensor) -> Tensor:
+        """(H, 1, K, L + P): the shared key first, as its rows; W_UK below."""
+        up = t.unflatten(0, (heads, 1, nope + values))[:, :, :nope]
+        passed = torch.eye(rotary, latent + rotary, dtype=t.dtype, device=t.device).expand(heads, 1, -1, -1)
+        return torch.cat([passed, torch.nn.functional.pad(up, (rotary, 0))], 2)
+
+    compressed = site.optional("q_a_layernorm.weight") is not None
+    query = projection(site, "q_b_proj" if compressed else "q_proj", of_query, computed=True)
+    key = projection(site, "kv_b_proj", of_key, computed=True)
+    down, norm = _linear(site, "kv_a_proj_with_mqa"), Norm(site.tensor("kv_a_layernorm.weight"), _EPS)
+    hidden = site.setting("hidden_size") if kind in _WIDENED else None
+
+    def widened(x: Tensor) -> Tensor:
+        return x if hidden is None else x * (hidden / x.shape[-1]) ** 0.5
+
+    def key_input(states: Tensor) -> Tensor:
+        x = down(states)
+        return torch.cat([x[..., latent:], widened(norm(x[..., :latent]))], -1)
+
+    query_input = None
+    if compressed:
+        query_down, query_norm = _linear(site, "q_a_proj"), Norm(site.tensor("q_a_layernorm.weight"), _EPS)
+
+        def query_input(states: Tensor) -> Tensor:
+            return widened(query_norm(query_down(states)))
+
+    numbers = [int(n) for n in re.findall(r"(?:^|\.)(\d+)(?=\.|$)", site.name)[-2:]]
+    return site.attention(
+        query,
+        key,
+        scale=(nope + rotary) ** -0.5 * _logarithmic(parameters, parameters.get("mscale_all_dim") or 0.0) ** 2,
+        rope=None if kind in _UNROTATED else _rope(site, parameters, rotary, kind not in _HALVES),
+        query_input=query_input,
+        key_input=key_input,
+        shared_key_rows=rotary,
+        layer=2 * numbers[0] + numbers[1] if kind in _WIDENED and len(numbers) == 2 else site.layer,
+    )
+
+
+def _linear(site: Site, name: str) -> Callable[[Tensor], Tensor]:
+    """The linear layer as a function."""
+    layer = projection(site, name, lambda t: t[None, None])
+
+    def apply(x: Tensor) -> Tensor:
+        bias = layer.bias
+        return torch.nn.functional.linear(x, layer.weight[0, 0], None if bias is None else bias[0, 0])
+
+    return apply
+
+
+def _logarithmic(parameters: Mapping[str, Any], share: float = 1.0) -> float:
+    """YaRN's factor for a context that is longer by `factor`."""
+    factor = parameters.get("factor") or 1.0
+    return 0.1 * share * math.log(factor) + 1 if _type(parameters) != "default" and factor > 1 else 1.0
+
+
+def _type(parameters: Mapping[str, Any]) -> str:
+    return parameters.get("rope_type") or parameters.get("type") or "default"
+
+
+def _rope(site: Site, parameters: Mapping[str, Any], width: int, interleaved: bool) -> Rope:
+    """YaRN: frequencies that turn often in the original context stay, slow ones are divided by `factor`."""
+    interleaved = interleaved and bool(site.setting("rope_interleave", default=True))
+    if _type(parameters) != "yarn":
+        return rope_from(parameters, width, site, interleaved=interleaved)
+    rope = rope_from({**parameters, "rope_type": "default"}, width, site, interleaved=interleaved)
+    theta, context = float(parameters["rope_theta"]), parameters["original_max_position_embeddings"]
+
+    def pair(turns: float) -> float:
+        """The one that turns so often in the original context."""
+        return width * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair(parameters.get("beta_fast") or 32), pair(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    slow = ((torch.arange(rope.pairs, dtype=torch.float64) - low) / (high - low or 0.001)).clamp(0, 1)
+    gain = parameters.get("attention_factor")
+    if gain is None:
+        shares = [parameters.get(name) or 0.0 for name in ("mscale", "mscale_all_dim")]
+        one, other = (_logarithmic(parameters, share) for share in (shares if all(shares) else (1.0, 0.0)))
+        gain = one / other
+    frequencies = rope.frequencies * (1 - slow + slow / parameters["factor"])
+    return Rope(frequencies, interleaved, float(gain))
