@@ -11,7 +11,7 @@ import pytest
 import locater
 
 SOURCE = Path(locater.__file__).parent
-FOUNDATION = ("errors", "io", "_triton")  # what any room may use
+FOUNDATION = ("errors", "io", "names", "_triton")  # what any room may use
 
 # each may import those before it
 ROOMS = ("qk", "models", "hooks", "measure", "control", "lab", "figures", "pages", "cli")

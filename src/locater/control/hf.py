@@ -10,6 +10,7 @@ from typing import Any
 from locater.control.decoupled import DecoupledLocAteR
 from locater.control.locater import LocAteR
 from locater.errors import LocaterError, require
+from locater.measure.trainers import ForHuggingFace
 
 require("transformers", "hf")
 
@@ -18,7 +19,7 @@ from transformers import TrainerCallback  # noqa: E402
 __all__ = ["LocAteRCallback"]
 
 
-class LocAteRCallback(TrainerCallback):
+class LocAteRCallback(ForHuggingFace, TrainerCallback):
     """Attaches a LocAteR, or a DecoupledLocAteR, to the Trainer's optimizer while it trains, and logs what it does.
 
     Every log of the Trainer gains `locater/penalty` (the decoupled form has none), and with `per_module` also each
@@ -31,6 +32,9 @@ class LocAteRCallback(TrainerCallback):
 
     def add_to(self, trainer: Any) -> LocAteRCallback:
         """Adds the callback in front of the Trainer's reporters."""
+        if not hasattr(trainer, "callback_handler"):
+            kind = type(trainer)
+            raise LocaterError(f"add_to is for Hugging Face's Trainer, got {kind.__module__}.{kind.__name__}")
         trainer.callback_handler.callbacks.insert(0, self)
         return self
 

@@ -13,6 +13,7 @@ from typing import Any
 from locater.control.decoupled import DecoupledLocAteR
 from locater.control.locater import LocAteR
 from locater.errors import require
+from locater.measure.trainers import ForLightning
 
 require("lightning", "lightning")
 
@@ -21,7 +22,7 @@ import lightning  # noqa: E402
 __all__ = ["LocAteRCallback"]
 
 
-class LocAteRCallback(lightning.Callback):
+class LocAteRCallback(ForLightning, lightning.Callback):
     """Adds a LocAteR's gradient before every optimizer step, and logs what it does every `log_every_n_steps`.
 
     Each optimizer's step adds the gradient of the parameters that optimizer holds; a DecoupledLocAteR makes its own

@@ -39,8 +39,3 @@ def has_compiled() -> bool:
     """Whether anything has been compiled in this process."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     return dynamo is not None and bool(dynamo.utils.counters["frames"])
-
-
-def plain_name(name: str) -> str:
-    """A module's name without torch.compile's mark."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")

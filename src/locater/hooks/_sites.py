@@ -13,10 +13,11 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from locater.errors import LocaterError
-from locater.hooks._compiling import HOW, compiled_parts, plain_name
+from locater.hooks._compiling import HOW, compiled_parts
 from locater.models import attentions
 from locater.models.families import generic
 from locater.models.registry import family
+from locater.names import plain_name
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 FUNCTIONS = {"softmax", "Softmax", "scaled_dot_product_attention"}
@@ -116,8 +117,10 @@ def attention_sites(model: nn.Module | Stacked, layers: Sequence[int] | None = N
     known, compiled = _known(model), compiled_parts(model)
     found = []
     for name, (module, way) in inner.items():
-        layer, kind = known.get(name) or (_layer(name), _kind(name))
-        found.append(AttentionSite(plain_name(name), module, layer, kind, way, around.get(id(module))))
+        name = plain_name(name)
+        layer, kind = known.get(name, (_layer(name), "self"))
+        kind = _kind(name) if kind == "self" else kind
+        found.append(AttentionSite(name, module, layer, kind, way, around.get(id(module))))
     chosen = _of_layers(found, layers)
     for site in chosen:
         _check(site, is_compiled=id(site.module) in compiled)
@@ -138,9 +141,9 @@ def _of_layers(found: list[AttentionSite], layers: Sequence[int] | None) -> list
 
 
 def _known(model: nn.Module) -> dict[str, tuple[int, str]]:
-    """Layer and kind of the modules that `locater.models` knows; it may not know the model at all."""
+    """Layer and kind, by plain name, of the modules `locater.models` knows; it may not know the model at all."""
     try:
-        return {attention.module: (attention.layer, attention.kind) for attention in attentions(model)}
+        return {plain_name(attention.module): (attention.layer, attention.kind) for attention in attentions(model)}
     except LocaterError:
         return {}
 

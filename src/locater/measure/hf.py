@@ -9,6 +9,7 @@ from typing import Any
 
 from locater.errors import require
 from locater.measure._callback import LogCallback
+from locater.measure.trainers import ForHuggingFace
 
 require("transformers", "hf")
 
@@ -17,7 +18,7 @@ from transformers import TrainerCallback  # noqa: E402
 __all__ = ["ObserveCallback"]
 
 
-class ObserveCallback(LogCallback, TrainerCallback):
+class ObserveCallback(ForHuggingFace, LogCallback, TrainerCallback):
     """An `AttentionLog` of the Trainer's model, written by the first process.
 
     A line's step is how many updates the model had; with gradient accumulation all forwards of an update are

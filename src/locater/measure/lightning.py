@@ -11,6 +11,7 @@ from torch import nn
 
 from locater.errors import require
 from locater.measure._callback import LogCallback
+from locater.measure.trainers import ForLightning
 
 require("lightning", "lightning")
 
@@ -19,7 +20,7 @@ import lightning  # noqa: E402
 __all__ = ["ObserveCallback"]
 
 
-class ObserveCallback(LogCallback, lightning.Callback):
+class ObserveCallback(ForLightning, LogCallback, lightning.Callback):
     """An `AttentionLog`, whose arguments it takes, of the LightningModule, or of the `model` in it that is given,
     written by the first process.
 

@@ -34,6 +34,7 @@ from locater.measure._regression import query_key_law
 from locater.measure._split import SplitRecorder, query_positions
 from locater.measure._tracker import Tracker
 from locater.models import Attention, attentions
+from locater.names import plain_name
 from locater.qk import QK
 from locater.theory import (
     AttentionLaw,
@@ -176,7 +177,7 @@ def predictions_of(
     called = [one for one in recorders if one.sequences]
     if not called:
         raise LocaterError("no sequence was run: the batches are empty")
-    known = {one.module: one for one in attentions(model)}
+    known = {plain_name(one.module): one for one in attentions(model)}
     return [_prediction(one, known.get(one.site.name), rho_method) for one in called]
 
 
