@@ -33,6 +33,7 @@ __all__ = [
     "open_file",
     "parse_json",
     "parse_json_lines",
+    "parse_json_object",
     "read_file",
     "read_json",
     "remove_unfinished",
@@ -132,7 +133,7 @@ def _whole(digits: str) -> int | float:
     return int(digits) if len(digits) <= _INT64_DIGITS else float(digits)
 
 
-def parse_json(raw: bytes) -> Any:
+def parse_json(raw: bytes | bytearray) -> Any:
     """A JSON value; ValueError for whatever is none, nested too deep included."""
     try:
         return json.loads(raw, parse_int=_whole)
@@ -142,13 +143,17 @@ def parse_json(raw: bytes) -> Any:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
-    raw = read_file(path, largest=_JSON_LARGEST)
+    return parse_json_object(read_file(path, largest=_JSON_LARGEST), path)
+
+
+def parse_json_object(raw: bytes | bytearray, what: object) -> dict[str, Any]:
+    """The JSON object in what was read from a file or an address, which an error names."""
     try:
         value = parse_json(raw)
     except ValueError as error:
-        raise LocaterError(f"cannot read {path} as JSON: {reason(error)}") from error
+        raise LocaterError(f"cannot read {what} as JSON: {reason(error)}") from error
     if not isinstance(value, dict):
-        raise LocaterError(f"{path} should hold a JSON object, got {type(value).__name__}")
+        raise LocaterError(f"{what} should hold a JSON object, got {type(value).__name__}")
     return value
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,10 +12,14 @@ from rich.box import SIMPLE_HEAD
 
 from locater.cli import _terminal as terminal
 from locater.cli._terminal import JsonOption, RevisionOption
+from locater.errors import LocaterError
 from locater.io import writable_folder, write_file
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from locater.models import Attention
+    from locater.models.checkpoint import Checkpoint
 
 __all__ = ["scan_command"]
 
@@ -28,6 +34,9 @@ def scan_command(
         int | None, typer.Option(help="Under RoPE: average W_QK over that many offsets from 0 down.")
     ] = None,
     fold_norm: Annotated[bool, typer.Option("--fold-norm", help="Fold in the norm before attention.")] = False,
+    layers: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Only these, as 0,5,10-12; no weights of others are read.")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="T of both regimes: softmax's, and the shape of ρ.")] = 64,
     top: Annotated[int, typer.Option(min=1, help="How many heads to show.")] = 20,
     csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the whole table.")] = None,
@@ -49,8 +58,9 @@ def scan_command(
     terminal.check_file(json_file)
     checkpoint = open_checkpoint(model, revision=revision)
     options: dict[str, Any] = {"offset": offset, "average_offsets": average_offsets}
-    options |= {"fold_norm": fold_norm, "tokens": tokens}
-    with terminal.progress("scanning"):
+    options |= {"fold_norm": fold_norm, "tokens": tokens, "layers": None if layers is None else _numbers(layers)}
+    with terminal.progress("scanning") as show:
+        options["progress"] = _watched(checkpoint, options["layers"], show)
         with_eigenvalues = plot is not None or json_file is not None  # they take longer than the rest
         made = Scan.of(checkpoint, name=model, **options) if with_eigenvalues else None
         table = scan(checkpoint, **options) if made is None else made.table
@@ -69,6 +79,8 @@ def scan_command(
         + _counts(table["attention_regime"]),
         f"regime, the shape of the paper's ρ over a random walk of {tokens} tokens: {_counts(table['regime'])}",
     ]
+    if checkpoint.traffic is not None:
+        lines.insert(0, "fetched {} of {}".format(*map(_bytes, checkpoint.traffic())))
     console.print("\n".join(lines), highlight=False, markup=False)
     shown = table.assign(_size=table["spectral_norm"] * table["logit_scale"].abs()).nlargest(top, "_size")
     columns = ("layer", "kind", "head", "trace", "scale", "xi", "spectral_norm", "effective_rank", "symmetric_share")
@@ -85,3 +97,37 @@ def scan_command(
 
 def _counts(names: pd.Series[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in names.value_counts().items())
+
+
+def _numbers(text: str) -> set[int]:
+    """0,5,10-12 → {0, 5, 10, 11, 12}."""
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise LocaterError(f"--layers takes numbers and ranges like 0,5,10-12, got {text!r:.80}")
+        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return found
+
+
+def _watched(
+    checkpoint: Checkpoint, layers: set[int] | None, show: Callable[[float], None]
+) -> Callable[[Attention], None]:
+    """Shows the share of the layers that are done; how many there are, the first number of the names says."""
+    numbers = (re.search(r"\.(\d{1,4})\.", name) for name in checkpoint.names)
+    expected = {int(found[1]) for found in numbers if found and (layers is None or int(found[1]) in layers)}
+    done: set[int] = set()
+
+    def watch(attention: Attention) -> None:
+        done.add(attention.layer)
+        show(len(done) / max(len(expected), len(done)))
+
+    return watch
+
+
+def _bytes(count: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:.4g} GB"

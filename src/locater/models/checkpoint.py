@@ -1,13 +1,15 @@
 """Checkpoints read lazily: tensor by tensor, the model never built, other weights never read.
 
-A checkpoint is tensors by name and a configuration. Folders of safetensors (sharded or not), single files, GGUF and
-pickled weights (only with torch's weights_only reader) look alike from here on.
+A checkpoint is tensors by name and a configuration. Folders of safetensors (sharded or not), single files, GGUF,
+pickled weights (only with torch's weights_only reader) and models on the hub look alike from here on, under the names
+that transformers uses.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+import zipfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.errors import LocaterError, reason, require
+from locater.errors import LocaterError, reason
 from locater.io import inside, read_json
 from locater.models.attention import Attention
+from locater.models.formats import UNQUANTISED, llama_config, standard, state_dict, whisper_config
 from locater.models.registry import Site, family, known_checkpoints
 
-__all__ = ["Checkpoint", "open_checkpoint"]
+__all__ = [
+    "SPLIT_GGUF",
+    "Checkpoint",
+    "configuration",
+    "layers_in",
+    "local_weights",
+    "open_checkpoint",
+    "open_folder",
+    "weight_files",
+]
+
+_KINDS = (".safetensors", ".bin", ".pth", ".pt", ".gguf")
+_NOT_WEIGHTS = re.compile(r"(?:training_args|optimizer|scheduler|scaler|rng_state)[\w.]*")  # what trainers also save
+_SHARD = re.compile(r"consolidated\.\d+\.pth")  # Meta's: each has a part of every tensor
+SPLIT_GGUF = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True)
@@ -31,6 +48,14 @@ class Checkpoint:
     config: Mapping[str, Any]
     names: frozenset[str]
     load: Callable[[str], Tensor]
+    traffic: Callable[[], tuple[int, int]] | None = None  # bytes fetched so far, and those of all weights on the hub
+
+    @classmethod
+    def standard(
+        cls, origin: str, config: Mapping[str, Any], names: Iterable[str], load: Callable[[str], Tensor], **more: Any
+    ) -> Checkpoint:
+        """Of tensors as they are stored: under transformers' names, in its order of rows, not quantised."""
+        return cls(origin, config, *standard(origin, config, names, load), **more)
 
     def get(self, name: str) -> Tensor | None:
         if name not in self.names:
@@ -38,14 +63,14 @@ class Checkpoint:
         tensor = self.load(name)
         if tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
             raise LocaterError(
-                f"{name} in {self.origin} is stored as {tensor.dtype}, whose scales locater does not read"
+                f"{name} in {self.origin} is {tensor.dtype}, whose scales locater does not read; {UNQUANTISED}"
             )
         if not torch.isfinite(tensor).all():
             raise LocaterError(f"{name} in {self.origin} has NaN or infinite entries; its spectrum does not exist")
         return tensor
 
-    def attentions(self) -> Iterator[Attention]:
-        """Every attention module, one at a time: only its query and key weights are in memory."""
+    def attentions(self, layers: Collection[int] | None = None) -> Iterator[Attention]:
+        """Every attention module, or those that may be of these layers, one at a time: only their weights are read."""
         config = self.config
         known = family(checkpoint=config.get("model_type"))
         if known is None and isinstance(config.get("text_config"), Mapping):
@@ -62,6 +87,8 @@ class Checkpoint:
             found = {name for name in found if not _OTHER_TOWER.search(name)}
         if not found:
             raise LocaterError(f"{self.origin} has no attention module of {config.get('model_type')}")
+        if layers is not None:  # which of the numbers in a name is the layer, the family knows
+            found = {name for name in found if not layers_in(name).isdisjoint(layers)}
         for name in sorted(found, key=_natural):
             try:
                 yield known.read(Site(name, config, self))
@@ -83,8 +110,13 @@ def _natural(name: str) -> tuple[bool, list[tuple[int, str]]]:
     return "decoder" in parts, [(int(part), "") if numbers.fullmatch(part) else (-1, part) for part in parts]
 
 
+def layers_in(name: str) -> set[int]:
+    """The numbers in a dotted name; its layer is one of them."""
+    return {int(number) for number in re.findall(r"(?:^|\.)([0-9]{1,9})(?=\.|$)", name)}
+
+
 def open_checkpoint(path: str | Path, *, revision: str | None = None) -> Checkpoint:
-    """A folder, a .safetensors, .gguf, .bin or .pt file, or the id of a model on the Hugging Face hub.
+    """A folder, a .safetensors, .gguf, .bin, .pt or .pth file, or the id of a model on the Hugging Face hub.
 
     Of a model on the hub the `revision`, a branch, a tag or a commit, may also stand behind an @.
     """
@@ -94,69 +126,90 @@ def open_checkpoint(path: str | Path, *, revision: str | None = None) -> Checkpo
     if local.exists():
         if revision is not None:
             raise LocaterError(f"{path} is on this machine and has no revision {revision}: leave --revision out")
-        return _folder(local) if local.is_dir() else _file(local)
+        return open_folder(local) if local.is_dir() else _file(local)
     name, _, tag = str(path).partition("@")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).parent.exists():
         if tag and revision is not None:
             raise LocaterError(f"the revision is given twice, {tag} and {revision}")
-        return _folder(_from_hub(name, tag or revision))
+        from locater.models.hub import open_hub
+
+        return open_hub(name, tag or revision)
     raise LocaterError(f"{path} does not exist; give a folder, a file, or a hub id like organisation/model")
 
 
 def _file(path: Path) -> Checkpoint:
     if not path.is_file():
         raise LocaterError(f"{path} is a pipe or a device, not a checkpoint")
-    kind = path.suffix
-    if kind == ".gguf":
+    if path.suffix not in _KINDS:
+        raise LocaterError(f"{path} is not a checkpoint locater reads: .safetensors, .gguf, .bin, .pt or a folder")
+    return _opened([path], path.parent)
+
+
+def open_folder(folder: Path) -> Checkpoint:
+    return _opened(local_weights(folder), folder)
+
+
+def local_weights(folder: Path) -> list[Path]:
+    """The files of a folder that hold the model."""
+    names, _ = weight_files(folder, _files(folder), lambda name: read_json(folder / name))
+    return [folder / name for name in names]
+
+
+def _files(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.is_file()]
+
+
+def weight_files(
+    folder: Path, files: Collection[str], read: Callable[[str], Mapping[str, Any]]
+) -> tuple[list[str], Mapping[str, str] | None]:
+    """Those of the `files` in a folder that hold the model; also where each tensor is, if an index says so."""
+    for kind in _KINDS:
+        index = min((name for name in files if name.endswith(f"{kind}.index.json")), default=None)
+        if index is not None:
+            weight_map = read(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise LocaterError(f"{folder / index} has no weight_map of tensor names to files")
+            shards = sorted(
+                {inside(folder, shard, folder / index).relative_to(folder).as_posix() for shard in weight_map.values()}
+            )
+            missing = [shard for shard in shards if shard not in files]
+            if missing:
+                raise LocaterError(f"{folder} lacks {missing[0]}, which {index} names; fetch it again")
+            return shards, weight_map
+        if f"model{kind}" in files:
+            return [f"model{kind}"], None
+        found = sorted(name for name in files if name.endswith(kind) and not _NOT_WEIGHTS.fullmatch(name))
+        if kind == ".gguf" and len(found) > 1 and len({SPLIT_GGUF.sub(r"\1", name) for name in found}) > 1:
+            raise LocaterError(f"{folder} has {len(found)} GGUF files; name the one to scan")
+        if found:
+            return found, None
+    raise LocaterError(f"{folder} has no .safetensors, .bin or .gguf file, nor .pt or .pth")
+
+
+def _opened(files: list[Path], folder: Path) -> Checkpoint:
+    if files[0].suffix == ".gguf":
         from locater.models.gguf import open_gguf
 
-        return open_gguf(path)
-    if kind == ".safetensors":
-        return _safetensors([path], path.parent)
-    if kind in (".bin", ".pt", ".pth"):
-        return _pickled([path], path.parent)
-    raise LocaterError(f"{path} is not a checkpoint locater reads: .safetensors, .gguf, .bin, .pt or a folder")
+        return open_gguf(files[0])
+    if files[0].suffix == ".safetensors":
+        return Checkpoint.standard(str(folder), *_safetensors(files, folder))
+    return Checkpoint.standard(str(folder), *_pickled(files, folder))
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
-    hub = require("huggingface_hub", "hf")
-    try:
-        return Path(hub.snapshot_download(name, revision=revision, allow_patterns=["*.safetensors", "*.json"]))
-    except Exception as error:  # the hub's own errors have many classes
-        raise LocaterError(f"{name} is no local path and could not be fetched from the hub: {reason(error)}") from error
-
-
-def _folder(folder: Path) -> Checkpoint:
-    for suffix, read in ((".safetensors", _safetensors), (".bin", _pickled)):
-        index = next(iter(sorted(folder.glob(f"*{suffix}.index.json"))), None)
-        if index is not None:
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise LocaterError(f"{index} has no weight_map of tensor names to files")
-            shards = sorted({inside(folder, shard, index) for shard in weight_map.values()})
-            missing = [shard.name for shard in shards if not shard.is_file()]
-            if missing:
-                raise LocaterError(f"{folder} lacks {missing[0]}, which {index.name} names; fetch it again")
-            return read(shards, folder)
-        files = sorted(path for path in folder.glob(f"*{suffix}") if path.is_file())
-        if files:
-            return read(files, folder)
-    gguf_files = sorted(folder.glob("*.gguf"))
-    if len(gguf_files) > 1:
-        raise LocaterError(f"{folder} has {len(gguf_files)} GGUF files; name the one to scan")
-    if gguf_files:
-        return _file(gguf_files[0])
-    raise LocaterError(f"{folder} has no .safetensors, .bin or .gguf file")
+def configuration(folder: Path, files: Collection[str], read: Callable[[str], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """config.json, or Meta's params.json in its terms."""
+    if "config.json" in files:
+        return read("config.json")
+    if "params.json" in files:
+        return llama_config(read("params.json"), folder / "params.json")
+    raise LocaterError(f"{folder} has no config.json, which says how many heads there are and of what kind")
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
-    path = folder / "config.json"
-    if not path.exists():
-        raise LocaterError(f"{folder} has no config.json, which says how many heads there are and of what kind")
-    return read_json(path)
+    return configuration(folder, _files(folder), lambda name: read_json(folder / name))
 
 
-def _safetensors(files: list[Path], folder: Path) -> Checkpoint:
+def _safetensors(files: list[Path], folder: Path) -> tuple[Mapping[str, Any], Collection[str], Callable[[str], Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     where: dict[str, Path] = {}
@@ -173,23 +226,34 @@ def _safetensors(files: list[Path], folder: Path) -> Checkpoint:
             tensor: Tensor = handle.get_tensor(name)
             return tensor
 
-    return Checkpoint(str(folder), _config(folder), frozenset(where), load)
+    return _config(folder), where, load
 
 
-def _pickled(files: list[Path], folder: Path) -> Checkpoint:
-    tensors: dict[str, Tensor] = {}
+def _pickled(files: list[Path], folder: Path) -> tuple[Mapping[str, Any], Collection[str], Callable[[str], Tensor]]:
+    parts: dict[str, list[Tensor]] = {}
+    config: Mapping[str, Any] | None = None
     for file in files:
         try:
-            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         except Exception as error:  # a pickle can fail in any way; none of its code has run
             raise LocaterError(
                 f"{file} cannot be read without running code it may carry (weights_only): {reason(error)}; "
                 "save it as safetensors"
             ) from error
-        state = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else None
-        if not isinstance(state, dict) or not all(
-            isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
-        ):
-            raise LocaterError(f"{file} holds no state dict of tensors by name")
-        tensors.update(state)
-    return Checkpoint(str(folder), _config(folder), frozenset(tensors), tensors.__getitem__)
+        for name, tensor in state_dict(loaded, file).items():
+            parts.setdefault(name, []).append(tensor)
+        for key, made in (("dims", whisper_config), ("model_args", llama_config)):  # OpenAI's Whisper, llama2.c
+            if isinstance(loaded.get(key), dict) and not (folder / "config.json").exists():
+                config = made(loaded[key], file)
+    shared = {name for name, of in parts.items() if len(of) > 1}
+    if shared and not all(_SHARD.fullmatch(file.name) for file in files):
+        raise LocaterError(f"{min(shared)} is in several files of {folder}; name the one to scan")
+    rows = re.compile(
+        r".*\.w[qk]\.weight"
+    )  # which Meta's shards divide; norms are in each, the rest is not attention's
+    names = {name for name in parts if name not in shared or rows.fullmatch(name) or name.endswith("norm.weight")}
+
+    def load(name: str) -> Tensor:
+        return torch.cat(parts[name]) if name in shared and rows.fullmatch(name) else parts[name][0]
+
+    return config or _config(folder), names, load

@@ -1,76 +1,155 @@
-"""GGUF files, read through llama.cpp's own Python package: mapped, and dequantised tensor by tensor."""
+"""GGUF files: headers read without the vocabulary, tensors dequantised one by one by llama.cpp's Python package."""
 
 from __future__ import annotations
 
+import math
+import mmap
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from locater.errors import LocaterError, require
-from locater.models.checkpoint import Checkpoint
+from locater.errors import LocaterError, reason, require
+from locater.io import open_file
+from locater.models.checkpoint import SPLIT_GGUF, Checkpoint
+from locater.models.formats import unpermuted
 
 __all__ = ["open_gguf"]
 
-# GGUF's architecture to the model_type whose names and layout it follows
-_ARCHITECTURES = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-    "phi3": "phi3",
-}
+_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")  # layouts as in transformers
 _NAMES = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_norm": "input_layernorm",
-}
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_qkv": "self_attn.qkv_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "attn_norm": "input_layernorm",
+}  # fmt: skip
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # as struct's
+_TEXT, _ARRAY = 8, 9
+_MOST = 2**24  # entries of a header, words of a vocabulary, bytes of a text; no model has so many
+_KEPT = 2**12  # numbers of an array that is kept
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    gguf = require("gguf", "hf")
-    try:
-        reader = gguf.GGUFReader(path)
-    except (ValueError, OSError, IndexError) as error:
-        raise LocaterError(f"{path} is truncated or not a GGUF file: {error}") from error
-    architecture = _field(reader, "general.architecture")
+    """One file, or all parts of a split one by the name of any."""
+    headers = [_Header(part) for part in _parts(path)]
+    fields = headers[0].fields
+    architecture = fields.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise LocaterError(
-            f"{path}: GGUF architecture {architecture!r} is not one locater reads: {', '.join(_ARCHITECTURES)}"
+            f"{path}: GGUF architecture {architecture!r:.80} is not one locater reads: {', '.join(_ARCHITECTURES)}"
         )
-    config = _config(reader, architecture)
-    stored = {tensor.name: tensor for tensor in reader.tensors}
+    config = _config(fields, architecture)
+    stored = {name: header for header in headers for name in header.tensors}
     if any(name.startswith("rope_factors_") for name in stored):
         raise LocaterError(f"{path} uses rotary embeddings that change with the length of the text (longrope)")
     blocks = {name.split(".")[1] for name in stored if name.startswith("blk.")}
     if config["num_hidden_layers"] is not None and len(blocks) < config["num_hidden_layers"]:
         raise LocaterError(
             f"{path} holds {len(blocks)} of {config['num_hidden_layers']} blocks: it is one part of a split file; "
-            "merge the parts first"
+            "give all parts the names that llama.cpp gives them, or merge them"
         )
     if "rope_freqs.weight" in stored:
-        factors = stored["rope_freqs.weight"].data.astype("float64").tolist()
+        factors = stored["rope_freqs.weight"].load("rope_freqs.weight").double().tolist()
         config["rope_parameters"] = {"rope_type": "factors", "rope_theta": config["rope_theta"], "factors": factors}
-    where = {name: tensor for tensor in reader.tensors if (name := _name(tensor.name)) is not None}
+    where = {name: own for own in stored if (name := _name(own)) is not None}
 
     def load(name: str) -> Tensor:
-        tensor = where[name]
-        values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
-        values = values.reshape(tuple(reversed(tensor.shape.tolist())))
+        values = stored[where[name]].load(where[name])
         if architecture == "llama":
-            values = _unpermuted(name, values, config)
+            values = unpermuted(name, values, config)
         if architecture.startswith("gemma") and name.endswith(("norm.weight", "layernorm.weight")):
             values = values - 1  # stored with the one that the model adds
         return values
 
     return Checkpoint(str(path), config, frozenset(where), load)
+
+
+def _parts(path: Path) -> list[Path]:
+    split = SPLIT_GGUF.fullmatch(path.name)
+    if split is None:
+        return [path]
+    parts = [path.with_name(f"{split[1]}-{n:05}-of-{split[2]}.gguf") for n in range(1, int(split[2]) + 1)]
+    missing = [part.name for part in parts if not part.exists()]
+    if missing:
+        raise LocaterError(f"{path.parent} lacks {missing[0]}, a part of {path.name}; fetch it again")
+    return parts
+
+
+class _Header:
+    """A file's fields, but for long arrays, and its tensors: shape, type, first byte."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.at = path, 24
+        self.fields: dict[str, Any] = {}
+        self.tensors: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        try:
+            with open_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as self.raw:
+                self._read()
+        except (ValueError, LookupError, OverflowError, OSError, struct.error) as error:
+            raise LocaterError(f"{path} is truncated or not a GGUF file: {reason(error)}") from error
+
+    def _read(self) -> None:
+        magic, version, tensors, fields = struct.unpack_from("<4sIQQ", self.raw)
+        if magic != b"GGUF" or version not in (2, 3) or max(tensors, fields) > _MOST:
+            raise ValueError(f"it begins with {magic!r}, version {version}, {tensors} tensors and {fields} fields")
+        for _ in range(fields):
+            name = self._value(_TEXT)
+            self.fields[name] = self._value(self._number("I"))
+        for _ in range(tensors):
+            name, sizes = self._value(_TEXT), [self._number("Q") for _ in range(min(self._number("I"), 5))]
+            self.tensors[name] = tuple(reversed(sizes)), self._number("I"), self._number("Q")
+        alignment = self.fields.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"its alignment is {alignment!r:.80}")
+        start = -(-self.at // alignment) * alignment
+        blocks = require("gguf", "hf").GGML_QUANT_SIZES
+        for name, (shape, kind, offset) in self.tensors.items():
+            self.tensors[name] = shape, kind, start + offset
+            per_block, width = blocks.get(kind, (1, 0))
+            if start + offset + math.prod(shape) // per_block * width > len(self.raw):
+                raise ValueError(f"{name:.80} ends beyond the end of the file")
+
+    def _number(self, code: str) -> Any:
+        (number,) = struct.unpack_from("<" + code, self.raw, self.at)
+        self.at += struct.calcsize("<" + code)
+        return number
+
+    def _value(self, kind: int) -> Any:
+        if kind == _TEXT:
+            length = self._number("Q")
+            self.at += length
+            if length > _MOST or self.at > len(self.raw):
+                raise ValueError(f"a text has {length} bytes")
+            return self.raw[self.at - length : self.at].decode(errors="replace")
+        if kind == _ARRAY:
+            return self._array(self._number("I"), self._number("Q"))
+        return self._number(_NUMBERS[kind])
+
+    def _array(self, kind: int, count: int) -> Any:
+        if kind == _TEXT and count <= _MOST:
+            raw, at, length = self.raw, self.at, struct.Struct("<Q").unpack_from
+            for _ in range(count):  # 10^5 words and more: a tight loop
+                at += 8 + length(raw, at)[0]
+            self.at = at
+            return None
+        form = "<" + _NUMBERS[kind]
+        if count > len(self.raw):
+            raise ValueError(f"an array has {count} numbers")
+        first, self.at = self.at, self.at + count * struct.calcsize(form)
+        return [each for (each,) in struct.iter_unpack(form, self.raw[first : self.at])] if count <= _KEPT else None
+
+    def load(self, name: str) -> Tensor:
+        shape, kind, start = self.tensors[name]
+        gguf = require("gguf", "hf")
+        try:
+            per_block, width = gguf.GGML_QUANT_SIZES[kind]
+            raw = np.fromfile(self.path, np.uint8, math.prod(shape) // per_block * width, offset=start)
+            values = gguf.quants.dequantize(raw.reshape(math.prod(shape[:-1]), -1), gguf.GGMLQuantizationType(kind))
+            return torch.from_numpy(np.ascontiguousarray(values, np.float32).reshape(shape))
+        except (LookupError, ValueError, NotImplementedError) as error:
+            raise LocaterError(f"{name} in {self.path} cannot be dequantised: {reason(error)}") from error
 
 
 def _name(stored: str) -> str | None:
@@ -81,48 +160,31 @@ def _name(stored: str) -> str | None:
     return f"model.layers.{match.group(1)}.{_NAMES[match.group(2)]}.{match.group(3)}"
 
 
-def _unpermuted(name: str, values: Tensor, config: dict[str, Any]) -> Tensor:
-    """Undoes llama.cpp's order of the q and k rows of llama-type models: neighbouring pairs back to halves."""
-    key = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
-    if key is None:
-        return values
-    heads = config[key]
-    if len(values) % (2 * heads):
-        raise LocaterError(f"{name} has {len(values)} rows, which do not split into {heads} heads")
-    paired = values.reshape(heads, len(values) // heads // 2, 2, *values.shape[1:])
-    return paired.swapaxes(1, 2).reshape(values.shape)
+def _config(fields: dict[str, Any], architecture: str) -> dict[str, Any]:
+    def setting(name: str) -> Any:
+        return fields.get(f"{architecture}.{name}")
 
-
-def _config(reader: Any, architecture: str) -> dict[str, Any]:
-    def field(name: str) -> Any:
-        return _field(reader, f"{architecture}.{name}")
-
-    heads = field("attention.head_count")
+    heads = setting("attention.head_count")
     config = {
-        "model_type": _ARCHITECTURES[architecture],
-        "hidden_size": field("embedding_length"),
+        "model_type": "gemma3_text" if architecture == "gemma3" else architecture,
+        "hidden_size": setting("embedding_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": field("attention.head_count_kv") or heads,
-        "head_dim": field("attention.key_length"),
-        "rms_norm_eps": field("attention.layer_norm_rms_epsilon"),
-        "rope_theta": field("rope.freq_base") or 10000.0,
-        "attn_logit_softcapping": field("attn_logit_softcapping"),
-        "num_hidden_layers": field("block_count"),
+        "num_key_value_heads": setting("attention.head_count_kv") or heads,
+        "head_dim": setting("attention.key_length"),
+        "rms_norm_eps": setting("attention.layer_norm_rms_epsilon"),
+        "rope_theta": setting("rope.freq_base") or 10000.0,
+        "attn_logit_softcapping": setting("attn_logit_softcapping"),
+        "num_hidden_layers": setting("block_count"),
     }
-    if config["hidden_size"] is None or heads is None:
+    if not all(isinstance(each, int) and each > 0 for each in (config["hidden_size"], heads)):
         raise LocaterError(f"the GGUF file says neither {architecture}.embedding_length nor head_count")
-    rotary = field("rope.dimension_count")
+    rotary = setting("rope.dimension_count")
     width = config["head_dim"] or config["hidden_size"] // heads
     if rotary is not None and rotary != width:
         config["partial_rotary_factor"] = rotary / width
-    kind = field("rope.scaling.type")
     if architecture == "gemma3":
-        config["rope_local_base_freq"] = field("rope.freq_base_swa") or 10000.0
+        config["rope_local_base_freq"] = setting("rope.freq_base_swa") or 10000.0
+    kind = setting("rope.scaling.type")
     if kind not in (None, "none"):
-        config["rope_scaling"] = {"rope_type": kind, "factor": field("rope.scaling.factor")}
+        config["rope_scaling"] = {"rope_type": kind, "factor": setting("rope.scaling.factor")}
     return config
-
-
-def _field(reader: Any, name: str) -> Any:
-    field = reader.fields.get(name)
-    return None if field is None else field.contents()
