@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pandas as pd
+import peft
 import pytest
 import torch
 import transformers as tf
@@ -123,6 +124,28 @@ def test_the_scale_is_that_of_both_parts_of_a_head(model):
     acting = parts[0] + attention.rope.gain**4 * parts[1]  # YaRN's gain is on queries and on keys
     torch.testing.assert_close(torch.tensor(table["scale"][:HEADS].to_numpy()).float(), acting)
     assert table["trace"].isna().all()
+
+
+def test_adapters_of_latents_and_heads_are_read(kept):
+    torch.manual_seed(0)
+    targets = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    model = peft.get_peft_model(copy.deepcopy(kept["DeepSeek V3, YaRN"]), config).eval()
+    with recorded_logits(model) as seen:
+        model(input_ids=tokens())
+    for attention in attentions(model):
+        query, key, expected = seen[attention.module]
+        unmasked = expected > -1e30
+        found = attention.logits(query, key).detach()[unmasked]
+        torch.testing.assert_close(found, expected[unmasked], rtol=1e-4, atol=1e-4)
+    reg = LocAteR(model, scale_strength=0.3, mean_strength=0.7)
+    reg.penalty().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    reg.add_gradient_()
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-4, atol=1e-3)
+    assert {name.split(".")[-4] for name in expected} == {"q_b_proj", "kv_b_proj"}
+    assert all("lora" in name for name in expected)
 
 
 def test_a_checkpoint_gives_the_same_table(model, tmp_path):

@@ -160,7 +160,7 @@ class _Computed:
         return torch.zeros_like(self.weight)
 
     def finish(self) -> None:
-        if not self._wanted or "gradient" not in self.__dict__:
+        if not self._made.requires_grad or "gradient" not in self.__dict__:
             return
         leaves = [self._leaves[i] for i in self._wanted]
         found = torch.autograd.grad(self._made, leaves, self.gradient, allow_unused=True)

@@ -25,12 +25,10 @@ def refuse_computed(known: Sequence[Attention], name: str, *, arranged: bool = F
     for attention in known:
         for projection in projections(attention):
             if projection.others or (projection.computed and not arranged):
-                why = (
-                    "computed of several parameters (LoRA)" if projection.others else "that of a latent, not of a head"
-                )
-                raise LocaterError(
-                    f"{name} changes stored weights, and that of {attention.module} is {why}; use LocAteR"
-                )
+                why = "is that of a latent: use LocAteR"
+                if projection.others:
+                    why = "is made of several (LoRA): merge_and_unload() them, or use LocAteR"
+                raise LocaterError(f"{name} changes a stored weight, and that of {attention.module} {why}")
 
 
 # ---------------------------------------------------------------------- sharded parameters (FSDP2, tensor parallelism)

@@ -94,7 +94,7 @@ def spectra(
         from locater.models.hub import ahead
 
         stored = model_or_path if isinstance(model_or_path, Checkpoint) else open_checkpoint(model_or_path)
-        modules = stored.attentions() if layers is None else stored.attentions(layers)
+        modules = stored.attentions(layers)
         if stored.traffic is not None:  # from the hub, where a request takes as long as a spectrum
             modules = ahead(modules)
     with torch.no_grad():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from locater.errors import LocaterError
 from locater.models.attention import Attention, Norm, Projection
+from locater.models.families._lora import LoRA
 from locater.models.registry import Site
 from locater.models.rope import Rope
 
@@ -67,21 +68,32 @@ def projection(
 
     `transposed`: GPT-2's Conv1D stores (D, outputs). `computed`: rows arranges entries, and is no view of them.
     """
-    weight, bias = site.tensor(f"{name}.weight"), site.optional(f"{name}.bias")
+    adapters = LoRA.of(site, name)
+    stored = name if adapters is None else f"{name}.base_layer"
+    weight, bias = site.tensor(f"{stored}.weight"), site.optional(f"{stored}.bias")
 
-    def view(tensor: Tensor) -> Tensor:
-        return rows(tensor.mT if transposed else tensor)
+    def view(tensor: Tensor, *factors: Tensor) -> Tensor:
+        whole = tensor if adapters is None else adapters.added(tensor, *factors)
+        return rows(whole.mT if transposed else whole)
 
+    made = Projection(
+        weight,
+        view,
+        bias,
+        rows,
+        others=() if adapters is None else adapters.tensors(site, name),
+        computed=computed or adapters is not None,
+    )
     try:
-        shaped = view(torch.empty(weight.shape, device="meta"))
+        dimensions = len(made.shape)
     except RuntimeError as error:
         raise LocaterError(
             f"{site.name}.{name}.weight has shape {tuple(weight.shape)}, "
             "which does not fit the heads of the configuration"
         ) from error
-    if shaped.ndim != 4:
+    if dimensions != 4:
         raise LocaterError(f"{site.name}.{name}.weight has shape {tuple(weight.shape)}, not that of a linear layer")
-    return Projection(weight, view, bias, rows, computed=computed)
+    return made
 
 
 def separate(site: Site, query: str, key: str, heads: Heads) -> tuple[Projection, Projection]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from locater.errors import LocaterError
 from locater.models.attention import Attention, Norm
 from locater.models.families._parts import projection, rope_from, rope_parameters
 from locater.models.registry import Site, register
@@ -41,7 +42,10 @@ _EPS = 1e-6  # of the latents' norms, whatever the configuration says of others
     paths=(r"(?:.*\.)?layers\.\d+\.self_attn(?:\.\d+)?",),
 )  # fmt: skip
 def read(site: Site) -> Attention:
-    heads, nope, rotary, values, latent = (site.setting(name) for name in _SIZES)
+    sizes = [site.setting(name) for name in _SIZES]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise LocaterError(f"{site.name}: {', '.join(_SIZES)} must be positive whole numbers, got {sizes!r:.80}")
+    heads, nope, rotary, values, latent = sizes
     kind, parameters = site.setting("model_type", default=""), rope_parameters(site)
 
     def of_query(t: Tensor) -> Tensor:
@@ -114,7 +118,8 @@ def _rope(site: Site, parameters: Mapping[str, Any], width: int, interleaved: bo
     if _type(parameters) != "yarn":
         return rope_from(parameters, width, site, interleaved=interleaved)
     rope = rope_from({**parameters, "rope_type": "default"}, width, site, interleaved=interleaved)
-    theta, context = float(parameters["rope_theta"]), parameters["original_max_position_embeddings"]
+    theta = float(parameters["rope_theta"])
+    context = parameters.get("original_max_position_embeddings") or site.setting("max_position_embeddings")
 
     def pair(turns: float) -> float:
         """The one that turns so often in the original context."""

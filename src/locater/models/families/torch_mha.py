@@ -13,6 +13,8 @@ from locater.models.registry import Site, register
 def read(site: Site) -> Attention:
     module = site.module
     assert isinstance(module, nn.MultiheadAttention)
+    if site.name.split(".")[-1] == "base_layer":  # PEFT merges its change into the weights for each forward
+        raise LocaterError(f"{site.name}: adapters of nn.MultiheadAttention are not read; merge_and_unload() them")
     d, heads = module.embed_dim, module.num_heads
     if module.bias_k is not None or module.add_zero_attn:
         raise LocaterError(f"{site.name}: add_bias_kv and add_zero_attn add keys that no token has; not supported")
