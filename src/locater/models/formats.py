@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
+from locater.names import plain_name
 
 __all__ = ["UNQUANTISED", "llama_config", "standard", "state_dict", "unpermuted", "whisper_config"]
 
 _NESTED = ("model_state_dict", "state_dict", "model", "module")
-_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # a tensor that only this layout has, and its words for transformers'
 _META = {
     "attention": "self_attn", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj",
@@ -42,7 +42,7 @@ def standard(
     origin: str, config: Mapping[str, Any], stored: Iterable[str], load: Callable[[str], Tensor]
 ) -> tuple[frozenset[str], Callable[[str], Tensor]]:
     """The names that transformers gives to these tensors, and how to load one of them: its rows, dequantised."""
-    where = {_WRAPPERS.sub("", name): name for name in stored}
+    where = {plain_name(name): name for name in stored}
     while where and all(name.startswith("module.") for name in where):  # torch's DistributedDataParallel
         where = {name.removeprefix("module."): own for name, own in where.items()}
     packed = next((name for name in where if _PACKED.fullmatch(name)), None)
