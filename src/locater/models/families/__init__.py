@@ -1,6 +1,7 @@
 """One small file a family; importing this package registers them all."""
 
 from locater.models.families import (
+    albert,
     bert,
     bloom,
     falcon,
@@ -21,6 +22,7 @@ from locater.models.families import (
 )
 
 __all__ = [
+    "albert",
     "bert",
     "bloom",
     "falcon",
