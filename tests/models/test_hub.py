@@ -73,8 +73,9 @@ def test_small_neighbours_come_with_one_request(hub, llama, monkeypatch):
     before = len(hub.asked)
     checkpoint = open_checkpoint("org/model")
     name = "model.layers.0.self_attn.q_proj.weight"
-    torch.testing.assert_close(checkpoint.load(name), llama.get_parameter(name).data)
-    checkpoint.load(name)
+    loaded = checkpoint.load(name)
+    torch.testing.assert_close(loaded, llama.get_parameter(name).data)
+    assert checkpoint.load(name) is loaded
     assert len(hub.asked) - before == 4  # the configuration, the index, a header, a tensor
 
 

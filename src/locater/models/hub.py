@@ -6,13 +6,13 @@ import itertools
 import math
 import re
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ Made = TypeVar("Made")
 
 _ATTEMPTS, _PAUSE = 3, 0.5  # requests, and seconds after the first
 _FIRST, _LARGEST = 2**16, 2**26  # bytes of a header: fetched at first, and at most; also the most of a JSON file
+_KEPT = 2**25  # bytes of small tensors
 _AROUND = 2**17  # bytes before and after a tensor that may come along: they take less time than another request
-_KEPT = 2**25  # bytes of tensors that came along or may be asked for again
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -92,7 +92,8 @@ class _Remote:
         self.fetched = 0
         self._tags: dict[str, str | None] = {}
         self._headers: dict[str, dict[str, _Span]] = {}
-        self._kept: OrderedDict[str, bytearray] = OrderedDict()
+        self._near: dict[str, bytearray] = {}  # small tensors, which came along or may be asked for again
+        self._alive: WeakValueDictionary[str, Tensor] = WeakValueDictionary()  # a layer of q, k and v is loaded twice
 
     def tried(self, what: str, request: Callable[[], Made]) -> Made:
         """Its result; what may go better a little later is tried again."""
@@ -183,18 +184,24 @@ class _Remote:
         span = header.get(name)
         if span is None or span.dtype is None:
             raise LocaterError(f"{self.where[name]} of {self.name} has no {name} of a type that torch knows")
-        if name not in self._kept:
-            near = {
-                each: s for each, s in header.items() if s.start >= span.start - _AROUND and s.end <= span.end + _AROUND
-            }
-            start, end = min(s.start for s in near.values()), max(s.end for s in near.values())
-            body = self._read(self.where[name], start, end) if end > start else bytearray()
-            self._kept |= {each: body[s.start - start : s.end - start] for each, s in near.items()}
-        self._kept.move_to_end(name)
-        while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT:
-            self._kept.popitem(last=False)
-        whole = torch.frombuffer(self._kept[name], dtype=span.dtype) if self._kept[name] else torch.empty(0)
-        return whole.reshape(span.shape)
+        tensor = self._alive.get(name)
+        if tensor is None:
+            raw = self._near[name] if name in self._near else self._fetch(header, name)
+            tensor = (torch.frombuffer(raw, dtype=span.dtype) if raw else torch.empty(0)).reshape(span.shape)
+            self._alive[name] = tensor
+        return tensor
+
+    def _fetch(self, header: dict[str, _Span], name: str) -> bytearray:
+        """A tensor and its small neighbours, by one request."""
+        own = header[name]
+        near = {n: s for n, s in header.items() if own.start - s.start <= _AROUND and s.end - own.end <= _AROUND}
+        start, end = min(s.start for s in near.values()), max(s.end for s in near.values())
+        body = self._read(self.where[name], start, end) if end > start else bytearray()
+        if sum(map(len, self._near.values())) > _KEPT:
+            self._near.clear()
+        small = {n: s for n, s in near.items() if s.end - s.start <= _AROUND}
+        self._near |= {n: body[s.start - start : s.end - start] for n, s in small.items()}
+        return body if len(near) == 1 else body[own.start - start : own.end - start]
 
 
 def _spans(entries: dict[str, Any], begin: int, size: int, what: str) -> dict[str, _Span]:

@@ -112,6 +112,7 @@ def spectra(
             qk = QK(qk.w_q.double(), qk.w_k.double(), one_input=attention.one_input)
             qk = _through(qk, attention.module, covariance)
             yield from (Spectra(use, qk) for use in uses)
+            del attention, uses, qk  # before the next one is made
 
 
 def _through(qk: QK, module: str, covariance: Tensor | Mapping[str, Tensor] | None) -> QK:
@@ -297,6 +298,7 @@ def _table(found: Iterable[Spectra], tokens: int, watch: Callable[[Spectra], Non
     for spectrum in found:
         frames.append(pd.DataFrame(_rows(spectrum, process)))
         watch(spectrum)
+        del spectrum  # before the next one is made
     if not frames:
         raise LocaterError("no attention module is in the layers that were asked for")
     return pd.concat(frames, ignore_index=True)
