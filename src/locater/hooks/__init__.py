@@ -9,7 +9,7 @@ An intercepted `Call` is queries, keys, and which keys are masked, whatever the 
 
 from locater.hooks._calls import Call, of_multihead, of_stack
 from locater.hooks._compiling import HOW, has_compiled, untraced
-from locater.hooks._interceptor import Intercepted, Interceptor, hidden_states, in_backward, intercept
+from locater.hooks._interceptor import Intercepted, Interceptor, hidden_states, in_backward, intercept, of_queries
 from locater.hooks._patching import Patch, patch
 from locater.hooks._sites import (
     AttentionSite,
@@ -42,6 +42,7 @@ __all__ = [
     "intercept",
     "interface_site",
     "of_multihead",
+    "of_queries",
     "of_stack",
     "patch",
     "reads_attribute",

@@ -6,7 +6,7 @@ Legend: B batch, H query heads, G key heads, Tq queries, Tk keys, K head width.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from locater.errors import LocaterError
 from locater.hooks._visibility import Visibility, additive, visible
 
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # the arguments that may be positional
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
 _COMPARED = 1 << 23  # entries of a mask at a time
 
 
@@ -113,8 +114,10 @@ def _sinks(implementation: str, arguments: Mapping[str, Any]) -> Tensor | None:
     return sinks.to(arguments["query"].dtype) if "flash" in implementation else sinks
 
 
-def of_sdpa(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """A call of torch's scaled_dot_product_attention."""
+def of_sdpa(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], entered: Sequence[Tensor] = ()
+) -> Call:
+    """A call of torch's scaled_dot_product_attention, by a module that was given what `entered`."""
     arguments = dict(zip(_SDPA, args, strict=False)) | dict(kwargs)
     q, k, mask = arguments["query"], arguments["key"], arguments.get("attn_mask")
     if q.ndim not in (2, 3, 4):
@@ -125,28 +128,47 @@ def of_sdpa(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     if q.ndim == 2:
         q, k = q[None], k[None]
     if q.ndim == 3:
-        q, k = q[:, None], k[:, None]
-        mask = mask[:, None] if mask is not None and mask.ndim == 3 else mask
+        batch = _batch(q, module, entered) or len(q)  # by itself it may as well be (B, Tq, K) of a single head
+        q, k = (x.unflatten(0, (batch, -1)) for x in (q, k))
+        mask = mask.unflatten(0, (batch, -1)) if mask is not None and mask.ndim == 3 and len(mask) > 1 else mask
     call = Call(q, k, arguments.get("scale"))
     return _top_left_causal(call, None) if arguments.get("is_causal") else _with_mask(call, mask)
 
 
 def of_softmax(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], *, batch: int | None, cross: bool
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], entered: Sequence[Tensor], *, cross: bool
 ) -> tuple[Call, Tensor] | None:
     """A call of torch's softmax, and the logits (B, H, Tq, Tk) with their graph, if that is what they can be.
 
-    `batch`: of the hidden states, where it is known; it gives B and H of (B·H, Tq, Tk).
+    What `entered` the module gives B and Tq, and B and H of (B·H, Tq, Tk); a softmax over something else is none.
     """
     x: Tensor = args[0] if args else kwargs["input"]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if dim not in (-1, x.ndim - 1) or x.ndim not in (3, 4):
         return None
     if x.ndim == 3:
-        if batch is None or len(x) % batch:
+        batch = _batch(x, module, entered)
+        if batch is None:
             return None
         x = x.unflatten(0, (batch, -1))
-    return (of_logits(x, cross=cross), x) if cross or x.shape[2] <= x.shape[3] else None
+    tokens = entered and entered[0].ndim == 3  # an image may be cut into windows first
+    return None if tokens and x.shape[::2] not in _sequences(entered) else (of_logits(x, cross=cross), x)
+
+
+def _sequences(entered: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """What B and Tq may be, by what entered: (B, Tq, D), (Tq, B, D), or (Tq, D) of one sequence."""
+    several = [states.shape for states in entered if states.ndim == 3]
+    first = [(b, tq) for b, tq, _ in several] + [(b, tq) for tq, b, _ in several]
+    return first + [(1, len(states)) for states in entered if states.ndim == 2]
+
+
+def _batch(x: Tensor, module: nn.Module, entered: Sequence[Tensor]) -> int | None:
+    """B of x (B·H, Tq, ·), by what entered."""
+    heads = {n for name in _HEADS if isinstance(n := getattr(module, name, None), int)}
+    for batch, tokens in _sequences(entered):
+        if batch and x.shape[1] == tokens and len(x) % batch == 0 and (not heads or len(x) // batch in heads):
+            return batch
+    return None
 
 
 def of_logits(logits: Tensor, *, cross: bool) -> Call:

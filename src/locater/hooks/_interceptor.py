@@ -8,7 +8,8 @@ is active while their forward runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ class Intercepted:
 
     module: nn.Module
     calls: list[Call]
-    states: Tensor | None = None  # (B, Tq, D) that the queries are made of, where they are known
+    states: Tensor | None = None  # hidden states that entered: those of the queries (B, Tq, D), where they show
     logits: Tensor | None = None  # (B, H, Tq, Tk), where the module itself hands them to softmax
     product: tuple[Tensor, Tensor] | None = None  # q (…, Tq, K) and k (…, Tk, K) that those are made of, if known
 
@@ -46,9 +47,9 @@ class Interceptor:
     wants: Callable[[nn.Module], bool]
     """Asked once a call whether to intercept it: reading one may wait for the device."""
 
-    handle: Callable[[Intercepted, Tensor], Tensor | None]
+    handle: Callable[[Intercepted, Tensor], Tensor]
     """Given the call and its result, which are outputs, or probabilities where there are `logits`; returns the result
-    to use. None: this softmax was not the attention, and a later one may be."""
+    to use."""
 
     changes: bool = True
     """If not, results stay, whatever `handle` returns; and torch.compile does not trace it, but calls it."""
@@ -77,10 +78,21 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """What enters a module, of its forward's arguments."""
-    first = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
-    return first if isinstance(first, Tensor) and first.is_floating_point() else None
+def hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """What enters a module, of its forward's arguments: the first, and others that may be what queries are made of."""
+    named = dict(sorted(kwargs.items(), key=lambda item: item[0] != "hidden_states"))
+    given = [*args, *(value for name, value in named.items() if not _NO_STATES.search(name))]
+    return [x for x in given if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def of_queries(entered: Sequence[Tensor], call: Call) -> Tensor | None:
+    """Of what entered a module, the states (B, Tq, D) that the queries are made of; else the first."""
+    b, _, tq, _ = call.sizes
+    several = [states for states in entered if states.ndim == 3]
+    for states in (*several, *(states.transpose(0, 1) for states in several)):
+        if states.shape[:2] == (b, tq):
+            return states
+    return next(iter(entered), None)
 
 
 def _on_call(
@@ -104,6 +116,7 @@ def _on_call(
 
 # ---------------------------------------------------------------------- modules that call torch's functions
 
+_NO_STATES = re.compile(r"mask|bias|position|cos|sin|rotary|rope")
 _ATTENTION = ("softmax", "scaled_dot_product_attention")
 _PRODUCTS = ("matmul", "bmm", "baddbmm")
 
@@ -135,9 +148,9 @@ class _ForwardHooks:
 class _FunctionMode(TorchFunctionMode):
     """Intercepts the first softmax over (B, H, Tq, Tk), or scaled_dot_product_attention, and the product before it."""
 
-    def __init__(self, hooks: _ForwardHooks, module: nn.Module, states: Tensor | None) -> None:
+    def __init__(self, hooks: _ForwardHooks, module: nn.Module, entered: Sequence[Tensor]) -> None:
         super().__init__()
-        self.hooks, self._module, self._states = hooks, module, states
+        self.hooks, self._module, self._entered = hooks, module, entered
         self._changes = hooks.interceptor.changes
         self._handle = self._intercept if self._changes else untraced(self._intercept)
         self._product: tuple[Tensor, Tensor] | None = None
@@ -170,19 +183,17 @@ class _FunctionMode(TorchFunctionMode):
     def _intercept(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Tensor:
         if self._done:
             return result
-        states, logits, product = self._states, None, None
+        logits, product = None, None
         if name == "softmax":
-            batch = len(states) if states is not None and states.ndim == 3 else None
-            found = _calls.of_softmax(args, kwargs, batch=batch, cross=self.hooks.cross)
+            found = _calls.of_softmax(self._module, args, kwargs, self._entered, cross=self.hooks.cross)
             if found is None:
                 return result
             (call, logits), product = found, self._product
         else:
-            call = _calls.of_sdpa(self._module, args, kwargs)
-        intercepted = Intercepted(self._module, [call], states, logits, product)
-        handled = self.hooks.interceptor.handle(intercepted, result)
-        self._done = handled is not None
-        return result if handled is None else handled
+            call = _calls.of_sdpa(self._module, args, kwargs, self._entered)
+        self._done = True
+        intercepted = Intercepted(self._module, [call], of_queries(self._entered, call), logits, product)
+        return self.hooks.interceptor.handle(intercepted, result)
 
 
 def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:

@@ -25,6 +25,7 @@ from locater.hooks import (
     in_backward,
     intercept,
     of_multihead,
+    of_queries,
     of_stack,
     patch,
     untraced,
@@ -59,10 +60,13 @@ class _Site:
     recorded: bool = False  # whether any call ever was
     called: bool = False  # since the last call of the encoder layer around it
     awaited: bool = False  # a call to measure has begun, and was not intercepted yet
-    states: Tensor | None = None  # hidden states that entered
+    entered: Sequence[Tensor] = ()  # hidden states that did
 
-    def record(self, calls: Sequence[Call]) -> None:
-        states, self.states, self.awaited, self.recorded = self.states, None, False, True
+    def record(self, calls: Sequence[Call], states: Tensor | None = None) -> None:
+        """A call, or several that were packed into one, with the states that the queries are made of if known."""
+        if states is None and calls:
+            states = of_queries(self.entered, calls[0])
+        self.entered, self.awaited, self.recorded = (), False, True
         self.recorder.add(calls, states)
 
 
@@ -134,7 +138,7 @@ class Tracker:
     def _release(self) -> None:
         self._active, self._forward.decoder_mask = {}, None
         for site in self._sites.values():
-            site.states = None
+            site.entered = ()
 
     def warn_if_nothing_intercepted(self) -> None:
         """If the model ran, or may have run in compiled code."""
@@ -165,8 +169,7 @@ class Tracker:
         def record(layer: int, states: Tensor, q: Tensor, k: Tensor, scale: float) -> None:
             site = self._active.get(layer)
             if site is not None:
-                site.states = states.detach().flatten(0, 1)
-                site.record([of_stack(q.detach(), k.detach(), scale, real)])
+                site.record([of_stack(q.detach(), k.detach(), scale, real)], states.detach().flatten(0, 1))
 
         return record if self._forward.is_due() else None
 
@@ -181,8 +184,7 @@ class Tracker:
     def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         site = self._active.get(id(module))
         if site is not None and (self._forward.is_measured or not self._forward):
-            states = hidden_states(args, kwargs)
-            site.states = None if states is None else states.detach()
+            site.entered = [states.detach() for states in hidden_states(args, kwargs)]
 
     def _wants(self, module: nn.Module) -> bool:
         site = self._active.get(id(module))
@@ -190,19 +192,15 @@ class Tracker:
             return False
         site.called, site.awaited = True, self._is_measured(site)
         if not site.awaited:
-            site.states = None
+            site.entered = ()
         return site.awaited
 
-    def _intercepted(self, intercepted: Intercepted, result: Tensor) -> Tensor | None:
-        site, states, logits = self._active[id(intercepted.module)], intercepted.states, intercepted.logits
-        if logits is not None and states is not None and states.ndim == 3 and logits.shape[::2] != states.shape[:2]:
-            return None  # a softmax over something else than the tokens that entered
-        if states is not None:
-            site.states = states.detach()
+    def _intercepted(self, intercepted: Intercepted, result: Tensor) -> Tensor:
+        site, states = self._active[id(intercepted.module)], intercepted.states
         calls = [call.detached() for call in intercepted.calls]
         if site.recorder.site.cross and self._forward:  # where the padding of queries does not show in the call
             calls = [call.with_padding(self._forward.decoder_mask) for call in calls]
-        site.record(calls)
+        site.record(calls, None if states is None else states.detach())
         return result
 
     def _left(self, module: nn.Module, args: Any, result: Any) -> None:
@@ -210,7 +208,7 @@ class Tracker:
         site = self._active.get(id(module))
         if site is None:
             return
-        missed, site.awaited, site.states = site.awaited, False, None
+        missed, site.awaited, site.entered = site.awaited, False, ()
         if missed and result is not None:
             raise LocaterError(
                 f"{site.recorder.site.name} ({type(module).__name__}) cannot be observed: it ran without a softmax "
@@ -230,5 +228,5 @@ class Tracker:
         with torch.no_grad():
             src = layer.norm1(given["src"]) if layer.norm_first else given["src"]
             masks = {"attn_mask": given.get("src_mask"), "key_padding_mask": given.get("src_key_padding_mask")}
-            call, site.states = of_multihead(layer.self_attn, {"query": src, "key": src, **masks})
-        site.record([call.detached()])
+            call, states = of_multihead(layer.self_attn, {"query": src, "key": src, **masks})
+        site.record([call.detached()], states)
