@@ -25,8 +25,15 @@ _NAMES = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_qkv": "self_attn.qkv_proj",
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "attn_norm": "input_layernorm",
 }  # fmt: skip
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # as struct's
-_TEXT, _ARRAY = 8, 9
+_SETTINGS = {
+    "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "rope_theta": "rope.freq_base",
+    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+}  # fmt: skip
+# GGUF's types of values, as struct's
+_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_U32, _TEXT, _ARRAY, _U64 = 4, 8, 9, 10
 _MOST = 2**24  # entries of a header, words of a vocabulary, bytes of a text; no model has so many
 _KEPT = 2**12  # numbers of an array that is kept
 
@@ -81,13 +88,13 @@ class _Header:
     """A file's fields, but for long arrays, and its tensors: shape, type, first byte."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.at = path, 24
+        self.path, self.at, self.gguf = path, 24, require("gguf", "hf")
         self.fields: dict[str, Any] = {}
         self.tensors: dict[str, tuple[tuple[int, ...], int, int]] = {}
         try:
             with open_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as self.raw:
                 self._read()
-        except (ValueError, LookupError, OverflowError, OSError, struct.error) as error:
+        except (ValueError, OverflowError, OSError, struct.error) as error:
             raise LocaterError(f"{path} is truncated or not a GGUF file: {reason(error)}") from error
 
     def _read(self) -> None:
@@ -96,57 +103,55 @@ class _Header:
             raise ValueError(f"it begins with {magic!r}, version {version}, {tensors} tensors and {fields} fields")
         for _ in range(fields):
             name = self._value(_TEXT)
-            self.fields[name] = self._value(self._number("I"))
+            self.fields[name] = self._value(self._number(_U32))
         for _ in range(tensors):
-            name, sizes = self._value(_TEXT), [self._number("Q") for _ in range(min(self._number("I"), 5))]
-            self.tensors[name] = tuple(reversed(sizes)), self._number("I"), self._number("Q")
+            name, sizes = self._value(_TEXT), [self._number(_U64) for _ in range(self._number(_U32) % _MOST)]
+            self.tensors[name] = tuple(reversed(sizes)), self._number(_U32), self._number(_U64)
         alignment = self.fields.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"its alignment is {alignment!r:.80}")
         start = -(-self.at // alignment) * alignment
-        blocks = require("gguf", "hf").GGML_QUANT_SIZES
+        blocks = self.gguf.GGML_QUANT_SIZES
         for name, (shape, kind, offset) in self.tensors.items():
             self.tensors[name] = shape, kind, start + offset
             per_block, width = blocks.get(kind, (1, 0))
             if start + offset + math.prod(shape) // per_block * width > len(self.raw):
                 raise ValueError(f"{name:.80} ends beyond the end of the file")
 
-    def _number(self, code: str) -> Any:
-        (number,) = struct.unpack_from("<" + code, self.raw, self.at)
-        self.at += struct.calcsize("<" + code)
+    def _number(self, kind: int) -> Any:
+        if kind not in _NUMBERS:
+            raise ValueError(f"a field is of the unknown type {kind}")
+        (number,) = struct.unpack_from(_NUMBERS[kind], self.raw, self.at)
+        self.at += struct.calcsize(_NUMBERS[kind])
         return number
 
     def _value(self, kind: int) -> Any:
-        if kind == _TEXT:
-            length = self._number("Q")
-            self.at += length
-            if length > _MOST or self.at > len(self.raw):
-                raise ValueError(f"a text has {length} bytes")
-            return self.raw[self.at - length : self.at].decode(errors="replace")
-        if kind == _ARRAY:
-            return self._array(self._number("I"), self._number("Q"))
-        return self._number(_NUMBERS[kind])
-
-    def _array(self, kind: int, count: int) -> Any:
-        if kind == _TEXT and count <= _MOST:
+        if kind not in (_TEXT, _ARRAY):
+            return self._number(kind)
+        of, count = self._number(_U32) if kind == _ARRAY else 0, self._number(_U64)  # a text is an array of bytes
+        if count > _MOST:
+            raise ValueError(f"a field has {count} entries")
+        if of == _TEXT:  # the vocabulary, 10^5 words and more: a tight loop
             raw, at, length = self.raw, self.at, struct.Struct("<Q").unpack_from
-            for _ in range(count):  # 10^5 words and more: a tight loop
+            for _ in range(count):
                 at += 8 + length(raw, at)[0]
             self.at = at
             return None
-        form = "<" + _NUMBERS[kind]
-        if count > len(self.raw):
-            raise ValueError(f"an array has {count} numbers")
-        first, self.at = self.at, self.at + count * struct.calcsize(form)
+        first, form = self.at, _NUMBERS.get(of, "<B")
+        self.at += count * struct.calcsize(form)
+        if of not in _NUMBERS or self.at > len(self.raw):
+            raise ValueError(f"a field has {count} entries of type {of}")
+        if kind == _TEXT:
+            return self.raw[first : self.at].decode(errors="replace")
         return [each for (each,) in struct.iter_unpack(form, self.raw[first : self.at])] if count <= _KEPT else None
 
     def load(self, name: str) -> Tensor:
         shape, kind, start = self.tensors[name]
-        gguf = require("gguf", "hf")
         try:
-            per_block, width = gguf.GGML_QUANT_SIZES[kind]
+            per_block, width = self.gguf.GGML_QUANT_SIZES[kind]
             raw = np.fromfile(self.path, np.uint8, math.prod(shape) // per_block * width, offset=start)
-            values = gguf.quants.dequantize(raw.reshape(math.prod(shape[:-1]), -1), gguf.GGMLQuantizationType(kind))
+            rows = raw.reshape(math.prod(shape[:-1]), -1)
+            values = self.gguf.quants.dequantize(rows, self.gguf.GGMLQuantizationType(kind))
             return torch.from_numpy(np.ascontiguousarray(values, np.float32).reshape(shape))
         except (LookupError, ValueError, NotImplementedError) as error:
             raise LocaterError(f"{name} in {self.path} cannot be dequantised: {reason(error)}") from error
@@ -164,22 +169,14 @@ def _config(fields: dict[str, Any], architecture: str) -> dict[str, Any]:
     def setting(name: str) -> Any:
         return fields.get(f"{architecture}.{name}")
 
-    heads = setting("attention.head_count")
-    config = {
-        "model_type": "gemma3_text" if architecture == "gemma3" else architecture,
-        "hidden_size": setting("embedding_length"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": setting("attention.head_count_kv") or heads,
-        "head_dim": setting("attention.key_length"),
-        "rms_norm_eps": setting("attention.layer_norm_rms_epsilon"),
-        "rope_theta": setting("rope.freq_base") or 10000.0,
-        "attn_logit_softcapping": setting("attn_logit_softcapping"),
-        "num_hidden_layers": setting("block_count"),
-    }
-    if not all(isinstance(each, int) and each > 0 for each in (config["hidden_size"], heads)):
+    config = {ours: setting(own) for ours, own in _SETTINGS.items()}
+    config["model_type"] = "gemma3_text" if architecture == "gemma3" else architecture
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if not all(isinstance(each, int) and each > 0 for each in (hidden, heads)):
         raise LocaterError(f"the GGUF file says neither {architecture}.embedding_length nor head_count")
-    rotary = setting("rope.dimension_count")
-    width = config["head_dim"] or config["hidden_size"] // heads
+    config["num_key_value_heads"] = config["num_key_value_heads"] or heads
+    config["rope_theta"] = config["rope_theta"] or 10000.0
+    width, rotary = config["head_dim"] or hidden // heads, setting("rope.dimension_count")
     if rotary is not None and rotary != width:
         config["partial_rotary_factor"] = rotary / width
     if architecture == "gemma3":

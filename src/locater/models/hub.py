@@ -39,10 +39,9 @@ _DTYPES = {
 def open_hub(name: str, revision: str | None) -> Checkpoint:
     """A model by its id: from the hub's cache if it is there, else by ranges of the files of one commit."""
     hub = require("huggingface_hub", "hf")
-    with suppress(LocaterError, ValueError):  # incomplete, or no id
-        cached = hub.try_to_load_from_cache(name, "config.json", revision=revision)
-        if isinstance(cached, str) and local_weights(Path(cached).parent):
-            return open_folder(Path(cached).parent)
+    cached = _cached(hub, name, revision)
+    if cached is not None:
+        return open_folder(cached)
     remote = _Remote(hub, name, revision)
     files, where = weight_files(Path(name), remote.sizes, remote.json)
     try:
@@ -54,8 +53,17 @@ def open_hub(name: str, revision: str | None) -> Checkpoint:
         return open_folder(Path(path).parent)
     remote.where = dict(where or {tensor: file for file in files for tensor in remote.header(file)})
     config = configuration(Path(name), remote.sizes, remote.json)
-    total = sum(remote.sizes[file] or 0 for file in files)
-    return Checkpoint.standard(name, config, remote.where, remote.load, traffic=lambda: (remote.fetched, total))
+    traffic = lambda: (remote.fetched, sum(remote.sizes[file] or 0 for file in files))  # noqa: E731
+    return Checkpoint.standard(name, config, remote.where, remote.load, traffic=traffic)
+
+
+def _cached(hub: Any, name: str, revision: str | None) -> Path | None:
+    """The model's folder in the hub's cache, if all of its weights are there."""
+    with suppress(LocaterError, ValueError):  # incomplete, or no id of the hub
+        found = hub.try_to_load_from_cache(name, "config.json", revision=revision)
+        if isinstance(found, str) and local_weights(Path(found).parent):
+            return Path(found).parent
+    return None
 
 
 def ahead(items: Iterator[Made]) -> Iterator[Made]:
@@ -86,8 +94,8 @@ class _Remote:
         self.timeout = hub.constants.HF_HUB_DOWNLOAD_TIMEOUT
         asked = {"revision": revision or "main", "files_metadata": True, "timeout": self.timeout}
         info = self.tried(f"{name} is no local path and", lambda: hub.HfApi(self.endpoint).model_info(name, **asked))
-        self.commit: str = info.sha or "main"
-        self.sizes: dict[str, int | None] = {each.rfilename: each.size for each in info.siblings or ()}
+        self.commit: str = info.sha
+        self.sizes: dict[str, int | None] = {f.rfilename: f.size for f in info.siblings if "/" not in f.rfilename}
         self.where: dict[str, str] = {}
         self.fetched = 0
         self._tags: dict[str, str | None] = {}
@@ -123,9 +131,9 @@ class _Remote:
         return reason(error) if status is None else f"the server answered with status {status}; try again later"
 
     def json(self, file: str) -> dict[str, Any]:
-        return parse_json_object(self._read(file, 0, None), f"{file} of {self.name}")
+        return parse_json_object(self._read(file), f"{file} of {self.name}")
 
-    def _read(self, file: str, start: int, stop: int | None) -> bytearray:
+    def _read(self, file: str, start: int = 0, stop: int | None = None) -> bytearray:
         return self.tried(f"{file} of {self.name}", lambda: self._request(file, start, stop))
 
     def _request(self, file: str, start: int, stop: int | None) -> bytearray:
@@ -143,16 +151,18 @@ class _Remote:
                 raise LocaterError(f"{file} of {self.name} changed while it was read; scan it again")
             if stop is not None and answer.status_code == 200:
                 raise _NoRangesError(f"the server stopped answering requests for parts of {file} of {self.name}")
-            length = _LARGEST if stop is None else self._length(file, start, stop, told[-1].get("content-range", ""))
-            body = bytearray()
+            size = min(self.sizes.get(file) or _LARGEST, _LARGEST)
+            length = size if stop is None else self._length(file, start, stop, told[-1].get("content-range", ""))
+            body, at = bytearray(length), 0
             for part in answer.iter_raw():
-                body += part
                 self.fetched += len(part)
-                if len(body) > length:
+                if at + len(part) > length:
                     raise LocaterError(f"the server sent more of {file} of {self.name} than {length} bytes")
-        if stop is not None and len(body) < length:
-            raise OSError(f"the server stopped after {len(body)} of {length} bytes")
-        return body
+                body[at : at + len(part)] = part
+                at += len(part)
+        if at < length and stop is not None:
+            raise OSError(f"the server stopped after {at} of {length} bytes")
+        return body if at == length else body[:at]
 
     def _length(self, file: str, start: int, stop: int, told: str) -> int:
         """How many bytes a range has, by the header Content-Range."""
