@@ -153,6 +153,7 @@ def test_other_adapters_are_refused(config, says):
         attentions(peft.get_peft_model(model, config))
 
 
+@pytest.mark.filterwarnings("ignore:.*not read")  # PEFT's module around it
 def test_adapters_of_torchs_own_module_are_refused():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 2, 16, batch_first=True), 1)
     with pytest.raises(LocaterError, match="merge_and_unload"):

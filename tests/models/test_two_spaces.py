@@ -17,6 +17,7 @@ from locater.figures import draw_scan
 from locater.models import Scan, attentions
 from locater.pages.report import report
 from locater.qk import QK
+from locater.theory import TokenProcess, attention, rho
 
 NOTHING = [
     "trace", "trace_square", "xi", "r", "eigenvalue_mean", "eigenvalue_variance", "symmetric_share",
@@ -60,6 +61,12 @@ def test_what_needs_one_space_is_refused(factors, name):
         getattr(QK(*factors), name)()
     with pytest.raises(LocaterError, match="different states"):  # equal widths do not make it one space
         getattr(QK(factors[0], factors[0], one_input=False), name)()
+
+
+def test_the_theory_of_one_kind_of_token_refuses_it(factors):
+    for law in (rho, attention):
+        with pytest.raises(LocaterError, match="made of different states"):
+            law(QK(*factors), TokenProcess.random_walk(4), 1.0)
 
 
 def test_logits_are_the_modules_own():

@@ -347,6 +347,10 @@ def spectrum_of(
             raise LocaterError("mean goes with a QK: eigenvalues do not say in which directions it is")
         return SymmetricSpectrum(check.real_eigenvalues(spectrum))
     w_q, w_k = check.finite("w_q", spectrum.w_q), check.finite("w_k", spectrum.w_k)
+    if not getattr(spectrum, "square", True):
+        raise LocaterError(
+            "queries and keys of this W_QK are made of different states; the theory is of one kind of token"
+        )
     sigma = None if covariance is None else check.covariance("covariance", covariance, w_q.shape[-1])
 
     def product(a: Array, b: Array) -> Array:
