@@ -53,8 +53,9 @@ class Hub:
             self._head(request, 401, {"X-Error-Code": "GatedRepo", "Content-Length": "0"})
         elif path in (f"{listed}main", f"{listed}{COMMIT}"):
             siblings = [
-                {"rfilename": each.name} | ({"size": each.stat().st_size} if self.sizes else {})
-                for each in sorted(self.folder.iterdir())
+                {"rfilename": each.relative_to(self.folder).as_posix()}
+                | ({"size": each.stat().st_size} if self.sizes else {})
+                for each in sorted(self.folder.rglob("*.*"))
             ]
             body = json.dumps({"id": self.named, "sha": COMMIT, "siblings": siblings}).encode()
             self._head(request, 200, {"Content-Length": str(len(body)), "Content-Type": "application/json"})
