@@ -39,9 +39,12 @@ _DTYPES = {
 def open_hub(name: str, revision: str | None) -> Checkpoint:
     """A model by its id: from the hub's cache if it is there, else by ranges of the files of one commit."""
     hub = require("huggingface_hub", "hf")
-    cached = _cached(hub, name, revision)
-    if cached is not None:
-        return open_folder(cached)
+    cached, complete = "", False
+    with suppress(LocaterError, ValueError):  # weights are missing, or the name is no id
+        cached = hub.try_to_load_from_cache(name, "config.json", revision=revision)
+        complete = isinstance(cached, str) and bool(local_weights(Path(cached).parent))
+    if complete:
+        return open_folder(Path(cached).parent)
     remote = _Remote(hub, name, revision)
     files, where = weight_files(Path(name), remote.sizes, remote.json)
     try:
@@ -55,15 +58,6 @@ def open_hub(name: str, revision: str | None) -> Checkpoint:
     config = configuration(Path(name), remote.sizes, remote.json)
     traffic = lambda: (remote.fetched, sum(remote.sizes[file] or 0 for file in files))  # noqa: E731
     return Checkpoint.standard(name, config, remote.where, remote.load, traffic=traffic)
-
-
-def _cached(hub: Any, name: str, revision: str | None) -> Path | None:
-    """The model's folder in the hub's cache, if all of its weights are there."""
-    with suppress(LocaterError, ValueError):  # incomplete, or no id of the hub
-        found = hub.try_to_load_from_cache(name, "config.json", revision=revision)
-        if isinstance(found, str) and local_weights(Path(found).parent):
-            return Path(found).parent
-    return None
 
 
 def ahead(items: Iterator[Made]) -> Iterator[Made]:
@@ -105,8 +99,7 @@ class _Remote:
 
     def tried(self, what: str, request: Callable[[], Made]) -> Made:
         """Its result; what may go better a little later is tried again."""
-        attempt = 1
-        while True:
+        for attempt in itertools.count(1):
             try:
                 return request()
             except LocaterError:
@@ -118,7 +111,7 @@ class _Remote:
                     why = self._why(error, status)
                     raise LocaterError(f"{what} could not be fetched from the hub: {why}") from error
             time.sleep(_PAUSE * attempt)
-            attempt += 1
+        raise AssertionError
 
     def _why(self, error: Exception, status: int | None) -> str:
         if status in (401, 403):
