@@ -156,7 +156,7 @@ def local_weights(folder: Path) -> list[Path]:
 
 
 def _files(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if path.is_file()]
+    return [path.name for path in folder.glob("*") if path.is_file()]
 
 
 def weight_files(
