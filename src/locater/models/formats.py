@@ -137,8 +137,8 @@ def whisper_config(dims: Mapping[str, Any], what: object) -> dict[str, Any]:
     """The `dims` of OpenAI's Whisper files as transformers' configuration."""
     named = {
         "d_model": "n_audio_state", "encoder_layers": "n_audio_layer", "encoder_attention_heads": "n_audio_head",
-        "decoder_layers": "n_text_layer", "decoder_attention_heads": "n_text_head", "vocab_size": "n_vocab",
-        "num_mel_bins": "n_mels", "max_source_positions": "n_audio_ctx", "max_target_positions": "n_text_ctx",
+        "decoder_layers": "n_text_layer", "decoder_attention_heads": "n_text_head", "num_mel_bins": "n_mels",
+        "max_source_positions": "n_audio_ctx", "max_target_positions": "n_text_ctx",
     }  # fmt: skip
     missing = [name for name in named.values() if not isinstance(dims.get(name), int)]
     if missing:
