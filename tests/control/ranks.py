@@ -10,16 +10,30 @@ import torch.distributed as dist
 
 
 def laid_out(model, layout):
-    """Under DDP or FSDP2; "alone" is the model itself."""
+    """Under DDP, FSDP2, or with heads spread over the ranks ("tensor"); "alone" is the model itself."""
     if layout == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model)
     if layout == "alone":
         return model
+    if layout == "tensor":
+        return _with_heads_spread(model)
     from torch.distributed.fsdp import fully_shard
 
     for layer in model.model.layers if hasattr(model, "model") else model.transformer.h:
         fully_shard(layer)
     return fully_shard(model)
+
+
+def _with_heads_spread(model):
+    """Query, key and value heads over the ranks, and the columns of what puts them together."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")} | {"o_proj": RowwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer.self_attn, mesh, plan)
+    return model
 
 
 def whole_weights(model) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""LocAteR under DDP and FSDP2: the same update as on one process, with real processes."""
+"""LocAteR under DDP, FSDP2 and tensor parallelism: the same update as on one process, with real processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_worker import CASES, build, train
+from distributed_worker import CASES, build, observed, train
 
 WORKER = Path(__file__).parent / "distributed_worker.py"
 
@@ -34,10 +34,11 @@ def saved_by_two_ranks(worker, target):
 def test_two_ranks_make_the_same_update_as_one_process(tmp_path):
     saved = saved_by_two_ranks(WORKER, tmp_path / "trained.pt")
     for case in CASES:
-        _, family, how = case
+        layout, family, how = case
         alone = build(family).double()
         reg = train(alone, how=how)
-        assert saved[case]["penalty"] == pytest.approx(reg.measure()["penalty"], rel=1e-6), case
+        found, measured = (list(values.values()) for values in (saved[case]["measured"], reg.measure()))
+        assert found == pytest.approx(measured, rel=1e-6), case  # DDP puts "module." before the names
         moved = 0.0
         fresh = build(family).double().state_dict()
         for name, value in alone.state_dict().items():
@@ -45,3 +46,15 @@ def test_two_ranks_make_the_same_update_as_one_process(tmp_path):
             torch.testing.assert_close(found, value, rtol=1e-6, atol=1e-6, msg=lambda m, w=where: f"{w}: {m}")
             moved = max(moved, (value - fresh[name]).abs().max().item())
         assert moved > 1e-2  # training did something
+        if layout == "tensor":
+            assert_rows_are_those_of_one_process(saved[case]["rows"], observed(alone))
+
+
+def assert_rows_are_those_of_one_process(ranks, expected):
+    """Each rank observes its own heads, numbered as in the whole model."""
+    assert [{row["head"] for row in rows} for rows in ranks] == [{0, 1}, {2, 3}]
+    found = {(row["module"], row["head"]): row for rows in ranks for row in rows}
+    assert found.keys() == {(row["module"], row["head"]) for row in expected}
+    for row in expected:
+        for name in ("entropy", "entropy_share", "max_logit", "logsumexp", "queries"):
+            assert found[row["module"], row["head"]][name] == pytest.approx(row[name], rel=1e-6), name

@@ -757,7 +757,6 @@ def with_attention_of_ones_own():
     [
         (lambda: nn.Sequential(nn.Linear(2, 2)), "no attention to observe in Sequential"),
         (lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True), "add_bias_kv"),
-        (lambda: nn.MultiheadAttention(8, 2, add_zero_attn=True), "add_zero_attn"),
         (
             with_attention_of_ones_own,
             r"model.layers.0.self_attn .*'my_own' reads its mask.*set_attn_implementation\(\"sdpa\"\)",

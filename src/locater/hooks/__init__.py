@@ -10,6 +10,7 @@ An intercepted `Call` is queries, keys, and which keys are masked, whatever the 
 from locater.hooks._calls import Call, of_multihead, of_stack
 from locater.hooks._compiling import HOW, has_compiled, untraced
 from locater.hooks._interceptor import Intercepted, Interceptor, hidden_states, in_backward, intercept, of_queries
+from locater.hooks._parallel import first_head
 from locater.hooks._patching import Patch, patch
 from locater.hooks._sites import (
     AttentionSite,
@@ -35,6 +36,7 @@ __all__ = [
     "Visibility",
     "attention_sites",
     "cut_from",
+    "first_head",
     "has_compiled",
     "hidden_states",
     "implementation_of",

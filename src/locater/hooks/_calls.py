@@ -111,6 +111,7 @@ def _sinks(implementation: str, arguments: Mapping[str, Any]) -> Tensor | None:
     sinks: Tensor | None = arguments.get("s_aux")
     if sinks is None or "sdpa" in implementation:
         return None
+    sinks = sinks.to_local() if hasattr(sinks, "to_local") else sinks  # of this rank's heads
     return sinks.to(arguments["query"].dtype) if "flash" in implementation else sinks
 
 
@@ -151,15 +152,19 @@ def of_softmax(
         if batch is None:
             return None
         x = x.unflatten(0, (batch, -1))
-    tokens = entered and entered[0].ndim == 3  # an image may be cut into windows first
-    return None if tokens and x.shape[::2] not in _sequences(entered) else (of_logits(x, cross=cross), x)
+    if entered and entered[0].ndim == 3:  # an image may be cut into windows first
+        (b, _, tq, tk), sequences = x.shape, _sequences(entered)
+        if (b, tq) not in sequences and (b, tk) not in sequences:
+            return None
+    return of_logits(x, cross=cross), x
 
 
 def _sequences(entered: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """What B and Tq may be, by what entered: (B, Tq, D), (Tq, B, D), or (Tq, D) of one sequence."""
-    several = [states.shape for states in entered if states.ndim == 3]
-    first = [(b, tq) for b, tq, _ in several] + [(b, tq) for tq, b, _ in several]
-    return first + [(1, len(states)) for states in entered if states.ndim == 2]
+    """What B and Tq may be, by what entered: (B, Tq, D), (Tq, B, D), (B, D, Tq), (Tq, D), or images of Tq pixels."""
+    one, several, images = ([states.shape for states in entered if states.ndim == n] for n in (2, 3, 4))
+    found = [(b, tq) for b, tq, _ in several] + [(b, tq) for tq, b, _ in several] + [(b, tq) for b, _, tq in several]
+    found += [(1, tq) for tq, _ in one]
+    return found + [(b, x * y) for b, x, y, _ in images] + [(b, x * y) for b, _, x, y in images]
 
 
 def _batch(x: Tensor, module: nn.Module, entered: Sequence[Tensor]) -> int | None:
@@ -211,7 +216,8 @@ def of_multihead(module: nn.MultiheadAttention, arguments: Mapping[str, Any]) ->
         mask = mask.view(-1, h, *mask.shape[1:])
     given = [one for one in (mask, None if padding is None else padding[:, None, None]) if one is not None]
     added = [additive(~one if one.dtype == torch.bool else one, q.dtype) for one in given]  # True masks, here alone
-    return _with_mask(Call(q, k), sum(added[1:], added[0]) if added else None, cross=cross), query
+    sinks = q.new_zeros(h) if module.add_zero_attn else None  # a key of zeros, which nothing masks
+    return _with_mask(Call(q, k, sinks=sinks), sum(added[1:], added[0]) if added else None, cross=cross), query
 
 
 # ---------------------------------------------------------------------- masks

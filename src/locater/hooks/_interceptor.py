@@ -8,6 +8,7 @@ is active while their forward runs.
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -29,6 +30,8 @@ from locater.hooks._calls import Call
 from locater.hooks._compiling import untraced
 from locater.hooks._patching import patch
 from locater.hooks._sites import AttentionSite
+
+_OF_QUERIES = re.compile(r"(q|query|queries|x|tgt|target|latents?|hidden_states?)(_states|_embeds|_embeddings)?")
 
 
 @dataclass(frozen=True)
@@ -78,21 +81,26 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """What enters a module, of its forward's arguments: the first, and others that may be what queries are made of."""
-    named = dict(sorted(kwargs.items(), key=lambda item: item[0] != "hidden_states"))
-    given = [*args, *(value for name, value in named.items() if not _NO_STATES.search(name))]
-    return [x for x in given if isinstance(x, Tensor) and x.is_floating_point()]
+def hidden_states(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """What enters a module, of its forward's arguments: the first, and others that by name queries are made of."""
+    first = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
+    named = {**dict(zip(_parameters(type(module)), args, strict=False)), **kwargs}
+    others = (x for name, x in named.items() if _OF_QUERIES.fullmatch(name) and x is not first)
+    return [x for x in (first, *others) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+@functools.lru_cache(maxsize=1024)
+def _parameters(kind: type[Any]) -> tuple[str, ...]:
+    """Names of a forward's arguments, without self."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
 def of_queries(entered: Sequence[Tensor], call: Call) -> Tensor | None:
     """Of what entered a module, the states (B, Tq, D) that the queries are made of; else the first."""
     b, _, tq, _ = call.sizes
     several = [states for states in entered if states.ndim == 3]
-    for states in (*several, *(states.transpose(0, 1) for states in several)):
-        if states.shape[:2] == (b, tq):
-            return states
-    return next(iter(entered), None)
+    swapped = [states.transpose(*dims) for dims in ((0, 1), (1, 2)) for states in several]  # (Tq, B, D), (B, D, Tq)
+    return next((states for states in (*several, *swapped) if states.shape[:2] == (b, tq)), next(iter(entered), None))
 
 
 def _on_call(
@@ -116,7 +124,6 @@ def _on_call(
 
 # ---------------------------------------------------------------------- modules that call torch's functions
 
-_NO_STATES = re.compile(r"mask|bias|position|cos|sin|rotary|rope")
 _ATTENTION = ("softmax", "scaled_dot_product_attention")
 _PRODUCTS = ("matmul", "bmm", "baddbmm")
 
@@ -131,7 +138,7 @@ class _ForwardHooks:
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.end()  # an interrupt may have ended a forward before its last hook
         if id(module) == self._key and self.interceptor.wants(module):
-            mode = _FunctionMode(self, module, hidden_states(args, kwargs))
+            mode = _FunctionMode(self, module, hidden_states(module, args, kwargs))
             mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self, *_: Any) -> None:

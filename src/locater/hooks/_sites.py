@@ -62,6 +62,7 @@ class AttentionSite:
     # intercepted in Hugging Face's table, in torch's functions, in nn's own module; or reported by a stack
     way: Literal["interface", "torch", "multihead", "stack"]
     encoder_layer: nn.TransformerEncoderLayer | None = None  # around a "multihead", which it may bypass
+    is_sure: bool = True  # False: it may have no softmax over keys, as linear and deformable attention have none
     members: tuple[str, ...] = ()  # of a stack of several
 
     @property
@@ -120,10 +121,16 @@ def attention_sites(model: nn.Module | Stacked, layers: Sequence[int] | None = N
         name = plain_name(name)
         layer, kind = known.get(name, (_layer(name), "self"))
         kind = _kind(name) if kind == "self" else kind
-        found.append(AttentionSite(name, module, layer, kind, way, around.get(id(module))))
+        is_sure = way != "torch" or _surely_attention(module)
+        found.append(AttentionSite(name, module, layer, kind, way, around.get(id(module)), is_sure))
     chosen = _of_layers(found, layers)
     for site in chosen:
         _check(site, is_compiled=id(site.module) in compiled)
+    if not any(site.way != "torch" or _computes_attention(site.module) for site in chosen):
+        raise LocaterError(
+            f"{_described(chosen[0])} cannot be observed: its code calls neither softmax nor "
+            "scaled_dot_product_attention, which are what locater intercepts; with one of those inside it works"
+        )
     return chosen
 
 
@@ -179,9 +186,23 @@ def reads_attribute(module: nn.Module, attribute: str) -> bool:
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
-    if family(module=module) is not None or generic.looks_like_attention(module):
+    if _has_queries_and_keys(module):
         return True
     return bool("Attention" in type(module).__name__ and _called(module) & FUNCTIONS) or _calls_sdpa(module)
+
+
+def _has_queries_and_keys(module: nn.Module) -> bool:
+    return family(module=module) is not None or generic.looks_like_attention(module)
+
+
+def _surely_attention(module: nn.Module) -> bool:
+    """Whether there must be a softmax over keys; a name alone may be that of another kind of attention."""
+    return (_has_queries_and_keys(module) and _computes_attention(module)) or _calls_sdpa(module)
+
+
+def _computes_attention(module: nn.Module) -> bool:
+    parts = list(module.modules())
+    return any(isinstance(part, nn.Softmax) or _called(part) & FUNCTIONS for part in parts)
 
 
 def _calls_sdpa(module: nn.Module) -> bool:
@@ -190,12 +211,15 @@ def _calls_sdpa(module: nn.Module) -> bool:
 
 
 def _called(module: nn.Module) -> set[str]:
-    """Every name in the code of the module's class and its bases."""
+    """Every name in the code of the module's class and its bases, and in that of the functions they call by name."""
     names: set[str] = set()
     for base in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
         for one in vars(base).values():
-            if isinstance(one, FunctionType):
-                names.update(inspect.unwrap(one).__code__.co_names)
+            function = inspect.unwrap(one) if isinstance(one, FunctionType) else None
+            if isinstance(function, FunctionType):
+                own = function.__code__.co_names
+                called = (function.__globals__.get(name) for name in own)
+                names.update(own, *(each.__code__.co_names for each in called if isinstance(each, FunctionType)))
     return names
 
 
@@ -206,11 +230,16 @@ def implementation_of(module: nn.Module) -> str:
 
 def _check(site: AttentionSite, *, is_compiled: bool) -> None:
     why_not = {"interface": _why_not_interface, "torch": _why_not_torch, "multihead": _why_not_multihead}[site.way]
-    reason, kind = why_not(site.module), type(site.module).__name__
+    reason = why_not(site.module)
     if reason is None and is_compiled and site.way != "interface":
         reason = f"torch.compile has compiled it, and such code runs no hooks; {HOW}"
     if reason is not None:
-        raise LocaterError(f"{site.name or kind} ({kind}) cannot be observed: {reason}")
+        raise LocaterError(f"{_described(site)} cannot be observed: {reason}")
+
+
+def _described(site: AttentionSite) -> str:
+    kind = type(site.module).__name__
+    return f"{site.name or kind} ({kind})"
 
 
 def _why_not_interface(module: nn.Module) -> str | None:
@@ -222,8 +251,8 @@ def _why_not_interface(module: nn.Module) -> str | None:
 
 def _why_not_multihead(module: nn.Module) -> str | None:
     assert isinstance(module, nn.MultiheadAttention)
-    if module.bias_k is not None or module.add_zero_attn:
-        return "add_bias_kv and add_zero_attn add keys that no token has; build it without them"
+    if module.bias_k is not None:
+        return "add_bias_kv adds a key that no token has; build it without"
     return None
 
 
@@ -231,12 +260,7 @@ def _why_not_torch(module: nn.Module) -> str | None:
     function = _forward(module)
     if function is not None and "_flash_attention_forward" in function.__code__.co_names:
         return 'no hook reaches its flash attention; model.set_attn_implementation("sdpa"), or "eager", would do'
-    if _called(module) & FUNCTIONS or any(isinstance(part, nn.Softmax) for part in module.modules()):
-        return None
-    return (
-        "its code calls neither softmax nor scaled_dot_product_attention, which are what locater intercepts; "
-        "with one of those inside the module it works"
-    )
+    return None
 
 
 def _nothing_found(model: nn.Module) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.hooks import AttentionSite, Call
+from locater.hooks import AttentionSite, Call, first_head
 from locater.measure._moments import Moments
 from locater.measure._split import SplitRecorder
 from locater.measure._tally import HeadTally, TokenTally
@@ -31,6 +31,7 @@ class SiteRecorder:
 
     def reset(self) -> None:
         self.heads, self.tokens = HeadTally(self._queries, self._by_position), TokenTally()
+        self.first_head = 0  # of those this rank computes
         self.moments = None if self._covariances is None else Moments(self._covariances)
         predicted = self._predict is not None and not self.site.cross
         self.split = SplitRecorder(self.site, self._queries, self._predict) if predicted else None
@@ -54,6 +55,8 @@ class SiteRecorder:
             if 0 in call.sizes:
                 continue  # a batch without a sequence, or without a key
             self.heads.add(call)
+            if self.site.way != "stack":
+                self.first_head = first_head(self.site.module, call.sizes[1])
             if states is None:
                 continue
             own = states if call.tokens is None else states.flatten(0, -2)[None, call.tokens]

@@ -184,7 +184,7 @@ class Tracker:
     def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         site = self._active.get(id(module))
         if site is not None and (self._forward.is_measured or not self._forward):
-            site.entered = [states.detach() for states in hidden_states(args, kwargs)]
+            site.entered = [states.detach() for states in hidden_states(module, args, kwargs)]
 
     def _wants(self, module: nn.Module) -> bool:
         site = self._active.get(id(module))
@@ -209,7 +209,7 @@ class Tracker:
         if site is None:
             return
         missed, site.awaited, site.entered = site.awaited, False, ()
-        if missed and result is not None:
+        if missed and result is not None and site.recorder.site.is_sure:
             raise LocaterError(
                 f"{site.recorder.site.name} ({type(module).__name__}) cannot be observed: it ran without a softmax "
                 "over (batch, heads, queries, keys) and without scaled_dot_product_attention; choose other layers=…"

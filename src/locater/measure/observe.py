@@ -97,7 +97,8 @@ class Observation:
 
         module, layer, head, kind (self, cross, encoder, decoder); means over queries of entropy (nats), of
         entropy_share (entropy / ln of the number of unmasked keys, queries with one left out) and of logsumexp;
-        max_logit, the largest; queries, how many there were. Of a stack of several members: member.
+        max_logit, the largest; queries, how many there were. Of a stack of several members: member. Under tensor
+        parallelism the rows are those of the rank's own heads, by their numbers in the whole model.
         """
         names = ["module", "layer", "head", "kind", "entropy", "entropy_share", "max_logit", "logsumexp", "queries"]
         rows = []
@@ -107,9 +108,9 @@ class Observation:
             members = recorder.members()
             columns = {name: x.view(len(members), -1).tolist() for name, x in recorder.heads.columns().items()}
             rows += [
-                {**known, "head": head, **{name: column[e][head] for name, column in columns.items()}}
+                {**known, "head": recorder.first_head + h, **{name: column[e][h] for name, column in columns.items()}}
                 for e, known in enumerate(members)
-                for head in range(len(columns["entropy"][e]))
+                for h in range(len(columns["entropy"][e]))
             ]
         return self._frame(rows, names)
 
