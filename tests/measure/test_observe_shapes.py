@@ -15,6 +15,7 @@ from torch.nn import functional
 from zoo import VOCABULARY
 
 from locater import LocaterError, observe
+from locater.hooks._calls import of_interface
 from own_attention import OwnAttention
 
 BART = tf.BartConfig(
@@ -180,6 +181,22 @@ def test_a_key_of_no_token_after_the_others_hides_no_query():
     with torch.no_grad(), observe(module) as seen:
         module(torch.randn(3, 5, 8))
     assert_entropy(seen.table(), module.p)
+
+
+def test_keys_of_another_sequence_after_ones_own_do_not_make_padding_of_queries():
+    """As in T5Gemma 2, whose decoder attends to itself, causally, and to an encoder's padded sequence at once."""
+    q, k = torch.randn(2, 2, 5, 4), torch.randn(2, 2, 12, 4)
+    own, other = torch.ones(2, 5, 5, dtype=torch.bool).tril(), torch.ones(2, 5, 7, dtype=torch.bool)
+    other[1, :, 4:] = False
+    (call,) = of_interface("eager", arguments(q, k, torch.cat([own, other], 2)[:, None]), cross=False)
+    assert call.real.all()
+    own[0, :, 3:] = False  # the last two of the first sequence are padding themselves
+    (call,) = of_interface("eager", arguments(q, k, torch.cat([own, other], 2)[:, None]), cross=False)
+    assert call.real.tolist() == [[True, True, True, False, False], [True] * 5]
+
+
+def arguments(query, key, attention_mask):
+    return {"module": nn.Identity(), "query": query, "key": key, "attention_mask": attention_mask}
 
 
 def test_a_key_of_zeros_of_torchs_own_module_is_a_sink():

@@ -323,23 +323,25 @@ def _real_queries(attends: Tensor, batch: int, *, cross: bool) -> Tensor:
     queries does not show; there, and where queries have no keys of their own, those count that attend to any key.
     """
     attends = attends.any(1)
-    real = attends.any(-1)
+    to_any = attends.any(-1)
     if cross or attends.shape[1] > attends.shape[2]:
-        return real.expand(batch, -1)
-    for own in _own_keys(attends):
-        to_itself = attends.gather(2, own[None, :, None].expand(len(attends), -1, 1))[..., 0]
-        attended = (attends & to_itself[..., None]).any(1)[:, own]  # (B, Tq): a query's own key, by any that is real
-        real = torch.where(to_itself.any() & (to_itself == attended).all(), to_itself, real)
-    return real.expand(batch, -1)
+        return to_any.expand(batch, -1)
+    among = attends[:, :, _own_keys(attends)]  # (B, Tq, Tq): queries' own keys
+    to_itself = among.diagonal(dim1=1, dim2=2)
+    attended = (among & to_itself[..., None]).any(1)  # by any query that is real
+    known = to_itself.any() & (to_itself == attended).all()
+    return torch.where(known, to_itself, to_any).expand(batch, -1)
 
 
-def _own_keys(attends: Tensor) -> list[Tensor]:
-    """The key (Tq,) that may be each query's own token, by the keys (B, Tq, Tk) attended to; best guess last."""
+def _own_keys(attends: Tensor) -> Tensor:
+    """The key (Tq,) that is each query's own token, by the keys (B, Tq, Tk) that they attend to."""
     _, tq, tk = attends.shape
     key = torch.arange(tk, device=attends.device)
+    first = key[:tq]
     if tq == tk:
-        return [key]
-    # a cache, perhaps with room left: the last key that is attended to is the last query's own; or keys of no token,
-    # such as a sink or summaries of blocks, come after those of the tokens
-    last = torch.where(attends.flatten(0, 1).any(0), key, 0).amax()
-    return [key[:tq], (key[:tq] + last - (tq - 1)).clamp(min=0)]
+        return first
+    # a cache, perhaps with room left: the last key that is attended to is the last query's own
+    cached = (first + torch.where(attends.flatten(0, 1).any(0), key, 0).amax() - (tq - 1)).clamp(min=0)
+    # keys of no token, or of another sequence, may come after the tokens' own; only among those is the mask causal then
+    after_cached, after_first = (attends[:, :, own].triu(1).any() for own in (cached, first))
+    return torch.where(after_cached & ~after_first, first, cached)

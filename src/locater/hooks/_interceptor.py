@@ -84,15 +84,15 @@ def in_backward() -> bool:
 def hidden_states(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """What enters a module, of its forward's arguments: the first, and others that by name queries are made of."""
     first = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
-    named = {**dict(zip(_parameters(type(module)), args, strict=False)), **kwargs}
+    named = {**dict(zip(_parameters(type(module).forward), args, strict=False)), **kwargs}
     others = (x for name, x in named.items() if _OF_QUERIES.fullmatch(name) and x is not first)
     return [x for x in (first, *others) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 @functools.lru_cache(maxsize=1024)
-def _parameters(kind: type[Any]) -> tuple[str, ...]:
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
     """Names of a forward's arguments, without self."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def of_queries(entered: Sequence[Tensor], call: Call) -> Tensor | None:
