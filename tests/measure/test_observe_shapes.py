@@ -208,6 +208,20 @@ def test_a_key_of_zeros_of_torchs_own_module_is_a_sink():
     assert_entropy(seen.table(), p, ~padding)
 
 
+@pytest.mark.parametrize("name", ["nystrom", "big bird"])
+def test_attention_put_together_of_several_softmaxes_is_refused(name):
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    small |= {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
+    if name == "nystrom":
+        model = tf.NystromformerModel(tf.NystromformerConfig(**small, num_landmarks=4, segment_means_seq_len=16))
+    else:
+        model = tf.BigBirdModel(tf.BigBirdConfig(**small, block_size=4, num_random_blocks=1))
+    ids = torch.randint(3, VOCABULARY, (2, 16 if name == "nystrom" else 64))
+    with pytest.raises(LocaterError, match="cannot be observed: it puts its attention together of several softmaxes"), \
+            torch.no_grad(), observe(model.eval()):  # fmt: skip
+        model(ids)
+
+
 # ---------------------------------------------------------------------- without a softmax
 
 

@@ -12,7 +12,7 @@ from materialised import materialised
 from zoo import GROUPED, VOCABULARY
 
 from locater import LocaterError, observe
-from locater.control import ZLoss
+from locater.control import Softcap, ZLoss
 from locater.hooks._calls import of_interface
 from locater.measure import attention_statistics
 
@@ -139,3 +139,16 @@ def test_z_loss_of_a_model_with_sinks_moves_them_too():
     model(**batch).logits.sum().mul(0).backward()
     assert applied.measure()["penalty"] > 0
     assert all(layer.self_attn.sinks.grad.abs().max() > 0 for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "granite-swa"])
+def test_a_cap_far_above_all_logits_leaves_a_model_with_sinks_as_it_is(name):
+    model, batch = built(name), padded_batch()
+    with torch.no_grad():
+        plain = model(**batch).logits
+        applied = Softcap(1e6).apply(model)
+        capped = model(**batch).logits
+        applied.remove()
+        assert torch.equal(model(**batch).logits, plain)
+    scale = plain.abs().max().item()
+    torch.testing.assert_close(capped, plain, rtol=0, atol=1e-5 * scale)  # float32, through two layers

@@ -122,9 +122,13 @@ def capped_attention(
     dropout: float = 0.0,
     softcap: float = math.inf,
     position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Eager attention as transformers' families have it, with a cap: (B, Tq, H, K) and the probabilities."""
+    """Eager attention as transformers' families have it, with a cap: (B, Tq, H, K) and the probabilities.
+
+    Sinks `s_aux` (H,) are logits without a key, and are not capped.
+    """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
@@ -135,6 +139,9 @@ def capped_attention(
     if attention_mask is not None:
         mask = attention_mask[..., : key.shape[2]]
         s = s.masked_fill(~mask, torch.finfo(s.dtype).min) if mask.dtype == torch.bool else s + mask
+    if s_aux is not None:
+        s = torch.cat([s, s_aux.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)], -1)
     p = functional.softmax(s, dim=-1, dtype=torch.promote_types(s.dtype, torch.float32)).to(query.dtype)
+    p = p[..., : key.shape[2]]
     p = functional.dropout(p, dropout, training=module.training)
     return (p @ value).transpose(1, 2).contiguous(), p

@@ -159,6 +159,12 @@ def of_softmax(
     return of_logits(x, cross=cross), x
 
 
+def is_part(call: Call, entered: Sequence[Tensor]) -> bool:
+    """Whether logits may be a part of the attention's: of some of the tokens that entered with others."""
+    b, _, tq, tk = call.sizes
+    return tq > tk or bool(entered and entered[0].ndim == 3 and (b, tq) not in _sequences(entered))
+
+
 def _sequences(entered: Sequence[Tensor]) -> list[tuple[int, int]]:
     """What B and Tq may be, by what entered: (B, Tq, D), (Tq, B, D), (B, D, Tq), (Tq, D), or images of Tq pixels."""
     one, several, images = ([states.shape for states in entered if states.ndim == n] for n in (2, 3, 4))

@@ -25,6 +25,7 @@ from torch.overrides import (
     _push_mode,
 )
 
+from locater.errors import LocaterError
 from locater.hooks import _calls
 from locater.hooks._calls import Call
 from locater.hooks._compiling import untraced
@@ -162,6 +163,7 @@ class _FunctionMode(TorchFunctionMode):
         self._handle = self._intercept if self._changes else untraced(self._intercept)
         self._product: tuple[Tensor, Tensor] | None = None
         self._done = False
+        self._part: Call | None = None  # what was intercepted, if it may be a part of the attention
 
     def close(self) -> None:
         """Leaves the stack of modes from wherever it stands: modes above it may be closed later."""
@@ -189,6 +191,7 @@ class _FunctionMode(TorchFunctionMode):
 
     def _intercept(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Tensor:
         if self._done:
+            self._refuse_second(name, args, kwargs)
             return result
         logits, product = None, None
         if name == "softmax":
@@ -196,11 +199,20 @@ class _FunctionMode(TorchFunctionMode):
             if found is None:
                 return result
             (call, logits), product = found, self._product
+            self._part = call if not self.hooks.cross and _calls.is_part(call, self._entered) else None
         else:
             call = _calls.of_sdpa(self._module, args, kwargs, self._entered)
         self._done = True
         intercepted = Intercepted(self._module, [call], of_queries(self._entered, call), logits, product)
         return self.hooks.interceptor.handle(intercepted, result)
+
+    def _refuse_second(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Attention that is put together of several softmaxes, as Nyström's and BigBird's is, is none of them."""
+        x = (args[0] if args else kwargs.get("input")) if name == "softmax" else None
+        if self._part is not None and x is not None and x.ndim > 3 and len(x) == self._part.sizes[0]:
+            raise LocaterError(
+                f"{type(self._module).__name__} cannot be observed: it puts its attention together of several softmaxes"
+            )
 
 
 def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:

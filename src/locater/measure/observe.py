@@ -67,8 +67,9 @@ def observe(
     operation by operation and are not replayed. With several members their names are a column of the tables, and the
     modules are called "member/layers.0"; a stack of one looks like any other model.
 
-    A model whose attention cannot be observed raises LocaterError on entering; one that ran, and none of its attention
-    was intercepted, is warned of on leaving. On leaving, also by an exception, all is as it was; the statistics remain.
+    Layers without a softmax over keys (linear or deformable attention) are left out where others have one. A model
+    whose attention cannot be observed raises LocaterError on entering; one that ran, and none of its attention was
+    intercepted, is warned of on leaving. On leaving, also by an exception, all is as it was; the statistics remain.
     """
     if covariances is not None and (type(covariances) is not int or covariances < 1):
         raise LocaterError(f"covariances must be how many tokens of each sequence they are of, got {covariances!r}")
