@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 from torch import nn
 from zoo import VOCABULARY, build
 
@@ -131,6 +132,18 @@ def test_what_is_measured_is_what_attention_does_in_the_sequences_held_out_under
             assert law.weights.shape == softmax.weights.shape
             assert law.query == softmax.query
             assert not law.weights[:, softmax.query + 1 :].any()
+
+
+def test_where_queries_and_keys_are_made_of_latents_the_general_law_alone_predicts():
+    config = tf.DeepseekV2Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=6, head_dim=4,
+        first_k_dense_replace=1, vocab_size=VOCABULARY, pad_token_id=0,
+    )  # fmt: skip
+    ids = torch.randint(3, VOCABULARY, (40, 6), generator=torch.Generator().manual_seed(0))
+    (found,) = predict(tf.DeepseekV2ForCausalLM(config).eval(), [ids])
+    assert found.attention[0].laws.keys() == {"general"}
+    assert found.separable is None
 
 
 def test_keys_that_go_with_the_query_are_told_from_those_that_do_not():

@@ -188,7 +188,7 @@ def _prediction(one: SplitRecorder, head: Attention | None, rho_method: str) -> 
     temperature, count = 1 / one.scale, one.measured.sequences
     measured = one.measured.rho.numpy()
     general = _general_rho(last, keys - keys.mean(2, keepdim=True), temperature, rho_method)
-    if head is None or head.query is None or one.states is None:
+    if head is None or head.query is None or not head.qk().square or one.states is None:
         process = tokens = None
         simple: dict[str, Any] = {"separable": None, "walk": None}
     else:
