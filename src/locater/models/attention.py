@@ -17,7 +17,7 @@ from locater.errors import LocaterError
 from locater.models.rope import Rope
 from locater.qk import QK
 
-__all__ = ["Alibi", "Attention", "Norm", "Projection", "RelativeBias"]
+__all__ = ["Alibi", "Attention", "Norm", "Projection", "RelativeBias", "TableBias"]
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,14 @@ class Alibi:
     slopes: Tensor  # (heads,)
     rounded: bool = False  # Falcon multiplies in bfloat16
 
+    @classmethod
+    def of(cls, heads: int, *, rounded: bool = False) -> Alibi:
+        """2^(−8h/n) for a power of two n; the heads beyond one take every other slope of 2n."""
+        power = 1 << (heads.bit_length() - 1)
+        slopes = 2.0 ** (-8.0 * torch.arange(1, power + 1) / power)
+        between = 2.0 ** (-8.0 * torch.arange(1, 2 * (heads - power) + 1, 2) / (2 * power))
+        return cls(torch.cat([slopes, between]), rounded)
+
     def __call__(self, query: Tensor, key: Tensor) -> Tensor:
         del query  # a shift by the query's position does not change a softmax
         slopes = self.slopes.bfloat16() if self.rounded else self.slopes
@@ -132,6 +140,18 @@ class RelativeBias:
         ).long().clamp(max=buckets - exact - 1)  # fmt: skip
         bucket = start + torch.where(distance < exact, distance, large)
         return self.table[bucket].permute(2, 0, 1)  # (heads, T_q, T_k)
+
+
+@dataclass(frozen=True)
+class TableBias:
+    """A learned bias for every pair of places in a window, as rows of a table."""
+
+    table: Tensor  # (rows, heads)
+    index: Tensor  # (T_q, T_k)
+
+    def __call__(self, query: Tensor, key: Tensor) -> Tensor:
+        del query, key  # a window has its own places
+        return self.table[self.index.to(self.table.device)].permute(2, 0, 1)
 
 
 PositionBias = Callable[[Tensor, Tensor], Tensor]

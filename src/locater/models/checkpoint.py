@@ -21,7 +21,8 @@ from locater.errors import LocaterError, reason
 from locater.io import inside, read_json
 from locater.models.attention import Attention
 from locater.models.formats import UNQUANTISED, llama_config, standard, state_dict, whisper_config
-from locater.models.registry import Site, family, known_checkpoints
+from locater.models.registry import TEN_LINES, Family, Reading, Site, family, reading
+from locater.models.skeleton import Stored, skeleton
 
 __all__ = [
     "SPLIT_GGUF",
@@ -49,13 +50,14 @@ class Checkpoint:
     names: frozenset[str]
     load: Callable[[str], Tensor]
     traffic: Callable[[], tuple[int, int]] | None = None  # bytes fetched so far, and those of all weights on the hub
+    whole: bool = False  # the configuration is transformers', and a model can be built from it
 
     @classmethod
     def standard(
         cls, origin: str, config: Mapping[str, Any], names: Iterable[str], load: Callable[[str], Tensor], **more: Any
     ) -> Checkpoint:
         """Of tensors as they are stored: under transformers' names, in its order of rows, not quantised."""
-        return cls(origin, config, *standard(origin, config, names, load), **more)
+        return cls(origin, config, *standard(origin, config, names, load), whole=True, **more)
 
     def get(self, name: str) -> Tensor | None:
         if name not in self.names:
@@ -69,38 +71,42 @@ class Checkpoint:
             raise LocaterError(f"{name} in {self.origin} has NaN or infinite entries; its spectrum does not exist")
         return tensor
 
+    def reading(self, layers: Collection[int] | None = None) -> Reading:
+        """How its attention modules, or those that may be of these layers, are read: as those of the live model."""
+        known = family(checkpoint=self.config.get("model_type"))
+        model = None
+        if self.whole and (known is None or known.built_in):
+            model = skeleton(self.config, self.origin)
+        found = self._by_patterns(known) if model is None else reading(model, Stored(self, model))
+        if layers is not None:  # which of the numbers in a name is the layer, its reader knows
+            found.sites[:] = [one for one in found.sites if not layers_in(one[1].name).isdisjoint(layers)]
+        return found
+
     def attentions(self, layers: Collection[int] | None = None) -> Iterator[Attention]:
-        """Every attention module, or those that may be of these layers, one at a time: only their weights are read."""
-        config = self.config
-        known = family(checkpoint=config.get("model_type"))
-        if known is None and isinstance(config.get("text_config"), Mapping):
-            config = config["text_config"]  # the language half of a multimodal model
-            known = family(checkpoint=config.get("model_type"))
-        if known is None:
-            raise LocaterError(
-                f"{self.origin} is of type {self.config.get('model_type')!r}, which locater does not know; it knows "
-                f"{', '.join(known_checkpoints())}: register the family with locater.models.register"
-            )
-        pattern = re.compile("(" + "|".join(f"(?:{path})" for path in known.paths) + r")\.")
-        found = {match.group(1) for name in self.names if (match := pattern.match(name))}
-        if config is not self.config:
-            found = {name for name in found if not _OTHER_TOWER.search(name)}
-        if not found:
-            raise LocaterError(f"{self.origin} has no attention module of {config.get('model_type')}")
-        if layers is not None:  # which of the numbers in a name is the layer, the family knows
-            found = {name for name in found if not layers_in(name).isdisjoint(layers)}
-        for name in sorted(found, key=_natural):
+        """Those modules, one at a time: only its weights are in memory."""
+        for read, site in self.reading(layers).sites:
             try:
-                yield known.read(Site(name, config, self))
+                yield read(site)
             except LocaterError:
                 raise
-            except Exception as error:  # families take the configuration at its word
+            except Exception as error:  # readers take the configuration at its word
                 raise LocaterError(
-                    f"{self.origin}: the configuration does not describe {name}: {type(error).__name__} {reason(error)}"
+                    f"{self.origin}: the configuration does not describe {site.name}: "
+                    f"{type(error).__name__} {reason(error)}"
                 ) from error
 
-
-_OTHER_TOWER = re.compile(r"vision|visual|audio|image|speech")
+    def _by_patterns(self, known: Family | None) -> Reading:
+        """By the names that a family's modules have, where no model can be built: without transformers, from GGUF."""
+        kind = self.config.get("model_type")
+        if known is None:
+            code = ", or needs code that comes with it, which is not run" if "auto_map" in self.config else ""
+            unknown = f"{self.origin} is of type {kind!r}, which transformers does not know{code}"
+            raise LocaterError(f"{unknown}; {TEN_LINES}")
+        pattern = re.compile("(" + "|".join(f"(?:{path})" for path in known.paths) + r")\.")
+        found = {match.group(1) for name in self.names if (match := pattern.match(name))}
+        if not found:
+            raise LocaterError(f"{self.origin} has no attention module of {kind}")
+        return Reading([(known.read, Site(name, self.config, self)) for name in sorted(found, key=_natural)], {})
 
 
 def _natural(name: str) -> tuple[bool, list[tuple[int, str]]]:

@@ -7,6 +7,7 @@ name, a configuration and a layer number. The same function reads a live module 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -16,7 +17,20 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.models.attention import Attention, Projection
 
-__all__ = ["Family", "Site", "attentions", "family", "known_checkpoints", "register"]
+__all__ = [
+    "TEN_LINES",
+    "Family",
+    "LiveTensors",
+    "Reading",
+    "Site",
+    "attentions",
+    "family",
+    "inside",
+    "is_pretrained",
+    "nearest_config",
+    "reading",
+    "register",
+]
 
 
 class Tensors(Protocol):
@@ -33,12 +47,18 @@ class Site:
     config: Mapping[str, Any]
     tensors: Tensors
     module: nn.Module | None = None  # where the model is live
+    model: nn.Module | None = None  # the model around it, whose parts have names
+    prefix: str = ""  # of that model's name
+
+    @property
+    def numbers(self) -> list[int]:
+        """Those in the name."""
+        return [int(number) for number in re.findall(r"(?:^|\.)([0-9]{1,9})(?=\.|$)", self.name)]
 
     @property
     def layer(self) -> int:
         """The last number in the name; 0 where there is none."""
-        numbers = re.findall(r"(?:^|\.)([0-9]{1,9})(?=\.|$)", self.name)
-        return int(numbers[-1]) if numbers else 0
+        return (self.numbers or [0])[-1]
 
     def optional(self, name: str) -> Tensor | None:
         """A tensor of the module; "../norm.weight" is its parent's, "../../" its grandparent's."""
@@ -52,6 +72,20 @@ class Site:
         if found is None:
             raise LocaterError(f"{self.name} has no tensor {name}")
         return found
+
+    def named(self, name: str) -> Tensor:
+        """A tensor by its name in the model around."""
+        found = self.tensors.get(self.prefix + name)
+        if found is None:
+            raise LocaterError(f"{self.name} has no tensor {self.prefix + name}")
+        return found
+
+    def part(self, name: str) -> nn.Module | None:
+        """A module by its name in the model around."""
+        try:
+            return None if self.model is None else self.model.get_submodule(name)
+        except AttributeError:
+            return None
 
     def attention(
         self, query: Projection | None, key: Projection, *, scale: float, kind: str = "self", **parts: Any
@@ -82,10 +116,13 @@ class Family:
     checkpoints: tuple[str, ...]  # model_type of config.json, or GGUF's architecture
     paths: tuple[str, ...]  # patterns of the module's dotted name in a checkpoint
 
+    @property
+    def built_in(self) -> bool:
+        return (self.read.__module__ or "").startswith("locater.")  # None in an interactive session
+
     def owns(self, kind: type) -> bool:
         """A class of the library the family is about, not a namesake of the user's own."""
-        ours = (self.read.__module__ or "").startswith("locater.")  # None in an interactive session
-        return not ours or kind.__module__.split(".")[0] in ("torch", "transformers", "transformers_modules")
+        return not self.built_in or kind.__module__.split(".")[0] in ("torch", "transformers", "transformers_modules")
 
 
 _FAMILIES: list[Family] = []
@@ -116,58 +153,103 @@ def family(*, module: nn.Module | None = None, checkpoint: str | None = None) ->
     return next((candidate for candidate in _FAMILIES if checkpoint in candidate.checkpoints), None)
 
 
-def known_checkpoints() -> list[str]:
-    """Every model_type that some family reads."""
-    from locater.models import families  # noqa: F401  registers the built-in ones
+class LiveTensors:
+    """Of a live model, under every name they have: tied parameters have several."""
 
-    return sorted({name for candidate in _FAMILIES for name in candidate.checkpoints})
-
-
-class _LiveTensors:
     def __init__(self, model: nn.Module) -> None:
-        # parameters under every name they have: tied ones have several
         self._tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
 
     def get(self, name: str) -> Tensor | None:
         return self._tensors.get(name)
 
 
+@dataclass(frozen=True)
+class Reading:
+    """The attention modules of a model in its order, each read when it is asked for; and those that are not read."""
+
+    sites: list[tuple[Reader, Site]]
+    unread: dict[str, str]  # module to reason
+
+    def __iter__(self) -> Iterator[Attention]:
+        for read, site in self.sites:
+            yield read(site)
+
+
 def attentions(model: nn.Module) -> list[Attention]:
-    """Every attention module of a live model, in the order of its modules."""
+    """Every attention module of a live model that is read, in the order of its modules; a warning names the others."""
+    found = reading(model)
+    if found.unread and found.sites:
+        warn_unread(found.unread)
+    return list(found)
+
+
+def warn_unread(unread: Mapping[str, str]) -> None:
+    (name, why), *others = unread.items()
+    more = f", and {len(others)} others," if others else ""
+    warnings.warn(f"{name}{more} not read: {why}", stacklevel=3)
+
+
+def reading(model: nn.Module, tensors: Tensors | None = None) -> Reading:
+    """How the attention modules of a model are read, from its parameters or from other tensors of the same names."""
     if not isinstance(model, nn.Module):
         raise LocaterError(f"expected a torch module, got {type(model).__name__}")
-    found = list(_read_live(model))
-    if not found:
-        looked_at = sorted({type(module).__name__ for module in model.modules()})
-        raise LocaterError(
-            f"no attention module that locater knows in {type(model).__name__}; it looked at "
-            f"{', '.join(looked_at[:20])}{' …' if len(looked_at) > 20 else ''}: register the family "
-            "with locater.models.register"
-        )
-    return found
+    from locater.models import proof
 
-
-def _read_live(model: nn.Module) -> Iterator[Attention]:
-    from locater.models.families import generic
-
-    tensors = _LiveTensors(model)
-    configs: dict[str, Mapping[str, Any]] = {}
+    stored = LiveTensors(model) if tensors is None else tensors
+    sites: list[tuple[Reader, Site]] = []
+    unread: dict[str, str] = {}
+    roots: dict[str, nn.Module] = {}  # Hugging Face models, the outermost, by their name
     taken: list[str] = []
     for name, module in model.named_modules():
-        config = getattr(module, "config", None)
-        if config is not None:
-            configs[name] = _as_mapping(config)
         if any(name.startswith(f"{prefix}.") for prefix in taken if prefix):
             continue  # inside a module that has been read
+        if is_pretrained(module) and not any(inside(name, other) for other in roots):
+            roots[name] = module
+        root = next((other for other in roots if inside(name, other)), None)
+        prefix = f"{root}." if root else ""
         known = family(module=module)
-        read = known.read if known is not None else generic.read if generic.looks_like_attention(module) else None
-        if read is None:
-            continue
-        taken.append(name)
-        yield read(Site(name, _nearest(configs, name), tensors, module))
+        found: Reader | str | None = None
+        if known is not None:
+            found = known.read
+        elif root is not None:
+            found = proof.proven(roots[root]).of(name.removeprefix(prefix))
+        elif proof.may_be_attention(module):
+            found = proof.read_alone(module, nearest_config(model, name))
+        if isinstance(found, str):
+            unread[name] = found
+        elif found is not None:
+            taken.append(name)
+            around = model if root is None else roots[root]
+            sites.append((found, Site(name, nearest_config(model, name), stored, module, around, prefix)))
+    if not sites:
+        raise LocaterError(_nothing_read(model, unread))
+    return Reading(sites, unread)
 
 
-def _as_mapping(config: Any) -> Mapping[str, Any]:
+def inside(name: str, other: str) -> bool:
+    return not other or name == other or name.startswith(f"{other}.")
+
+
+def _nothing_read(model: nn.Module, unread: Mapping[str, str]) -> str:
+    if unread:
+        name, why = next(iter(unread.items()))
+        return f"{name or type(model).__name__} is not read: {why}; {TEN_LINES}"
+    looked_at = sorted({type(module).__name__ for module in model.modules()})
+    return (
+        f"no attention module that locater knows in {type(model).__name__}; it looked at "
+        f"{', '.join(looked_at[:20])}{' …' if len(looked_at) > 20 else ''}; {TEN_LINES}"
+    )
+
+
+TEN_LINES = "register the family with locater.models.register (docs/howto/new-family.md)"
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether it is a model of Hugging Face's, which its class builds from a configuration."""
+    return hasattr(type(module), "main_input_name") and hasattr(getattr(module, "config", None), "to_json_string")
+
+
+def as_mapping(config: Any) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
     if hasattr(config, "to_dict"):
@@ -176,11 +258,11 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
     return vars(config) if hasattr(config, "__dict__") else {}
 
 
-def _nearest(configs: Mapping[str, Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+def nearest_config(model: nn.Module, name: str) -> Mapping[str, Any]:
     """The configuration of the module or of its closest ancestor that has one."""
     parts = name.split(".") if name else []
     for depth in range(len(parts), -1, -1):
-        config = configs.get(".".join(parts[:depth]))
+        config = getattr(model.get_submodule(".".join(parts[:depth])), "config", None)
         if config is not None:
-            return config
+            return as_mapping(config)
     return {}

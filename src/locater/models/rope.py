@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from locater.errors import LocaterError
 
 __all__ = ["Rope"]
 
@@ -17,6 +20,8 @@ class Rope:
     frequencies: Tensor  # (pairs,), float64
     interleaved: bool = False  # pairs (0, 1), (2, 3), … rather than (0, half), (1, half + 1), …
     gain: float = 1.0  # on both q and k
+    stretched: Callable[[int], Tensor] | None = field(default=None, repr=False)  # frequencies of texts of a length
+    on_a_line: bool = True  # else positions are given as the angles (T, pairs) themselves: patches of an image
 
     @property
     def pairs(self) -> int:
@@ -28,7 +33,11 @@ class Rope:
 
     def angles(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines (T, pairs) with the gain in them, which `rotate_by` takes for any number of tensors."""
-        angle = position.to(torch.float64)[:, None] * self.frequencies.to(position.device)
+        if self.on_a_line:
+            length = 0 if self.stretched is None else int(position.max()) + 1
+            frequencies = self.frequencies if self.stretched is None else self.stretched(length)
+            position = position.to(torch.float64)[:, None] * frequencies.to(position.device)
+        angle = position.to(torch.float64)
         return self.gain * angle.cos().to(dtype), self.gain * angle.sin().to(dtype)
 
     def rotate_by(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -45,7 +54,10 @@ class Rope:
 
     def rotate_rows(self, weight: Tensor, offset: float) -> Tensor:
         """R(offset) applied to the rows of a weight (..., K, D): the key as seen `offset` positions later."""
-        position = torch.tensor([offset], dtype=torch.float64, device=weight.device)
+        if not self.on_a_line and offset:
+            raise LocaterError("an offset needs positions on a line, and here they are those of an image's patches")
+        shape = (1,) if self.on_a_line else (1, self.pairs)
+        position = torch.full(shape, offset, dtype=torch.float64, device=weight.device)
         return self.rotate(weight.mT[..., None, :], position)[..., 0, :].mT
 
     def largest_product(self, gram_q: Tensor, gram_k: Tensor) -> Tensor:

@@ -1,43 +1,9 @@
-"""One small file a family; importing this package registers them all."""
+"""Readers written by hand: one small file each; importing this package registers them all.
 
-from locater.models.families import (
-    albert,
-    bert,
-    bloom,
-    falcon,
-    gemma,
-    generic,
-    gpt2,
-    gpt_neox,
-    gptj,
-    llama,
-    mla,
-    modernbert,
-    opt,
-    phi3,
-    t5,
-    torch_mha,
-    vit,
-    whisper,
-)
+For what must be read without transformers, as from GGUF, for torch's own module, and for what the general reader does
+not understand.
+"""
 
-__all__ = [
-    "albert",
-    "bert",
-    "bloom",
-    "falcon",
-    "gemma",
-    "generic",
-    "gpt2",
-    "gpt_neox",
-    "gptj",
-    "llama",
-    "mla",
-    "modernbert",
-    "opt",
-    "phi3",
-    "t5",
-    "torch_mha",
-    "vit",
-    "whisper",
-]
+from locater.models.families import bert, gemma, generic, gpt2, llama, mla, phi3, torch_mha
+
+__all__ = ["bert", "gemma", "generic", "gpt2", "llama", "mla", "phi3", "torch_mha"]

@@ -113,15 +113,6 @@ def stacked(site: Site, name: str, heads: Heads, *, transposed: bool = False) ->
     )
 
 
-def interleaved(site: Site, name: str, heads: Heads) -> tuple[Projection, Projection]:
-    """One linear layer with q, k and v of the first head, then of the second, …"""
-    shape = (heads.groups, 3, heads.width)
-    return (
-        projection(site, name, lambda t: t.unflatten(0, shape)[:, 0:1]),
-        projection(site, name, lambda t: t.unflatten(0, shape)[:, 1:2]),
-    )
-
-
 def usual_attention(
     site: Site,
     layout: Callable[..., tuple[Projection, Projection]],

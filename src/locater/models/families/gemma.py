@@ -11,9 +11,6 @@ from locater.models.rope import Rope
 
 
 @register(
-    "GemmaAttention",
-    "Gemma2Attention",
-    "Gemma3Attention",
     checkpoints=("gemma", "gemma2", "gemma3_text"),
     paths=(r"(?:.*\.)?layers\.\d+\.self_attn",),
 )

@@ -8,7 +8,6 @@ from locater.models.registry import Site, register
 
 
 @register(
-    "GPT2Attention",
     checkpoints=("gpt2",),
     paths=(r"(?:.*\.)?h\.\d+\.attn", r"(?:.*\.)?h\.\d+\.crossattention"),
 )

@@ -11,11 +11,6 @@ from locater.models.registry import Site, register
 
 
 @register(
-    "LlamaAttention",
-    "MistralAttention",
-    "Qwen2Attention",
-    "Qwen3Attention",
-    "GraniteAttention",
     checkpoints=("llama", "mistral", "qwen2", "qwen3", "granite"),
     paths=(r"(?:.*\.)?layers\.\d+\.self_attn",),
 )

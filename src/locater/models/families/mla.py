@@ -32,9 +32,6 @@ _EPS = 1e-6  # of the latents' norms, whatever the configuration says of others
 
 
 @register(
-    "DeepseekV2Attention", "DeepseekV3Attention", "DeepseekV32Attention", "Glm4MoeLiteAttention", "GlmMoeDsaAttention",
-    "LongcatFlashMLA", "MiniCPM3Attention", "KimiLinearAttention", "YoutuAttention", "AXK1Attention",
-    "BailingHybridAttention",
     checkpoints=(
         "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3",
         "kimi_k2", "youtu", "axk1",

@@ -7,6 +7,6 @@ from locater.models.families._parts import rms_norm, rope, stacked, usual_attent
 from locater.models.registry import Site, register
 
 
-@register("Phi3Attention", checkpoints=("phi3",), paths=(r"(?:.*\.)?layers\.\d+\.self_attn",))
+@register(checkpoints=("phi3",), paths=(r"(?:.*\.)?layers\.\d+\.self_attn",))
 def read(site: Site) -> Attention:
     return usual_attention(site, stacked, "qkv_proj", rope=rope, input_norm=rms_norm(site, "../input_layernorm"))

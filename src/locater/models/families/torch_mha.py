@@ -19,7 +19,7 @@ def read(site: Site) -> Attention:
     if module.bias_k is not None or module.add_zero_attn:
         raise LocaterError(f"{site.name}: add_bias_kv and add_zero_attn add keys that no token has; not supported")
     shape = (heads, 1, d // heads)
-    bias = module.in_proj_bias
+    bias = site.optional("in_proj_bias")
 
     def first(tensor: Tensor) -> Tensor:
         return tensor[:d].view(*shape, *tensor.shape[1:])
@@ -28,11 +28,11 @@ def read(site: Site) -> Attention:
         return tensor[d : 2 * d].view(*shape, *tensor.shape[1:])
 
     if module._qkv_same_embed_dim:
-        weight = module.in_proj_weight
+        weight = site.tensor("in_proj_weight")
         query, key = Projection(weight, first, bias, first), Projection(weight, second, bias, second)
     else:
-        query = Projection(module.q_proj_weight, first, bias, first)
-        key = Projection(module.k_proj_weight, first, bias, second)
+        query = Projection(site.tensor("q_proj_weight"), first, bias, first)
+        key = Projection(site.tensor("k_proj_weight"), first, bias, second)
     return site.attention(
         query,
         key,

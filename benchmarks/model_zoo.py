@@ -1,0 +1,351 @@
+"""Every model type of the installed transformers, built small and run: is its attention read, and read right?
+
+    python benchmarks/model_zoo.py                       # all types, a line each, and the counts
+    python benchmarks/model_zoo.py llama mixtral         # some
+    python benchmarks/model_zoo.py --part 3/16 --out zoo-3.jsonl
+    python benchmarks/model_zoo.py --table zoo-*.jsonl   # the table of docs/models.md
+
+The softmaxes are seen by an interception of this file's own: torch's functions, called in the forward of each module.
+Every parameter is random, one sequence is padded, sequences are longer than windows and the rotary embedding's original
+length. A type counts as read if every attention module in which a softmax over q·k is seen is read. For those that are,
+LocAteR's gradient is compared with autograd's, observe's entropy with that of the softmax itself, and the scan of the
+live model with the scan of its saved weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import math
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from locater import LocAteR, observe, scan
+from locater.models import Alibi
+from locater.models import twin as twins
+from locater.models.registry import is_pretrained, reading
+
+SECONDS = 300  # for a type
+CLOSE = 1e-4  # of the range of logits
+# what a configuration's defaults leave out, and its model needs
+NEEDED = {
+    "autoformer": {"prediction_length": 6}, "informer": {"prediction_length": 6},
+    "time_series_transformer": {"prediction_length": 6},
+    "hunyuan_v1_dense": {"head_dim": 64}, "hunyuan_v1_moe": {"head_dim": 64}, "hunyuan_vl_text": {"head_dim": 64},
+    "ministral": {"head_dim": 64}, "nemotron": {"num_key_value_heads": 8}, "esm": {"vocab_size": 33},
+    "deepseek_v2": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+}  # fmt: skip
+
+
+class Softmaxes(TorchFunctionMode):
+    """The logits (…, Tq, Tk) of every softmax that follows a product of two activations of those sizes."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.stack, self.seen, self.products = [], [], []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            self.add(*_sdpa(*args, **kwargs))
+        result = func(*args, **kwargs)
+        if name in ("matmul", "bmm", "baddbmm", "einsum", "__matmul__", "__rmatmul__"):
+            given = [x for x in _flat((args, kwargs)) if isinstance(x, torch.Tensor)][-2:]
+            if len(given) == 2 and not any(x.untyped_storage().data_ptr() in self.parameters for x in given):
+                self.products.append((result.shape[-2:], self.stack[-1:]))
+        if name in ("softmax", "_softmax"):
+            x = args[0] if args else kwargs["input"]
+            sizes = {(*shape, *where) for shape, where in self.products[-6:]}
+            ours = [(x.shape[-2], x.shape[-1] - extra, *self.stack[-1:]) for extra in (0, 1)]
+            found = next((i for i, one in enumerate(ours) if one in sizes), None) if x.ndim >= 3 else None
+            if found is not None:
+                self.add(x[..., : x.shape[-1] - found].detach().clone(), bool(found))
+        return result
+
+    def add(self, logits, shifted=False):
+        self.seen.append((tuple(self.stack), logits, shifted))
+
+
+def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    del value, dropout_p
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        logits = logits.masked_fill(~torch.ones(logits.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    if attn_mask is not None:
+        logits = logits.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else logits + attn_mask
+    return logits.detach(), False
+
+
+def _flat(x):
+    if isinstance(x, list | tuple):
+        return [y for one in x for y in _flat(one)]
+    return [y for one in x.values() for y in _flat(one)] if isinstance(x, dict) else [x]
+
+
+@torch.no_grad()
+def watch(model, part, given):
+    """The softmaxes of one call of a part of the model, and the states that enter every module: the first time."""
+    mode, states = Softmaxes(model), {}
+
+    def begin(name):
+        def hook(module, args, kwargs):
+            mode.stack.append(name)
+            given = {n: x for n, x in kwargs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+            given |= {i: x for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.is_floating_point()}
+            states.setdefault(name, given)
+
+        return hook
+
+    with contextlib.ExitStack() as undo:
+        for name, module in model.named_modules():
+            undo.callback(module.register_forward_pre_hook(begin(name), with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(lambda *_: mode.stack.pop() and None, always_call=True).remove)
+        with mode:
+            part(**given)
+    return mode.seen, states
+
+
+def run(model):
+    seen, states = [], {}
+    for name, part in model.named_modules():
+        if not is_pretrained(part) or any(one.startswith(f"{name}.") for stack, *_ in seen for one in stack if name):
+            continue
+        for given in twins.inputs(part):
+            try:
+                more, entered = watch(model, part, given)
+            except Exception:  # the wrong arguments fail in any way
+                continue
+            seen, states = seen + more, entered | states
+            break
+    return seen, states
+
+
+def states_of(attention, model, states):
+    """What enters the layers of queries and of keys; of a module with latents, what enters the module."""
+    whole = next(iter(states.get(attention.module, {}).values()), None)
+    found = []
+    for projection, made in ((attention.query, attention.query_input), (attention.key, attention.key_input)):
+        owner = next(
+            (n for n, m in model.named_modules() if any(p is projection.tensor for p in m.parameters(recurse=False))), ""
+        )
+        given = states.get(owner, {})
+        if made is not None:
+            found.append(whole)
+        elif owner == attention.module and projection is attention.key:  # torch's own module
+            found.append(given.get("key", given.get(1, whole)))
+        else:
+            found.append(next(iter(given.values()), None))
+    return found
+
+
+def difference(attention, model, events, states):
+    """Largest difference of visible logits, as a share of their range, in whichever order tokens and sequences are."""
+    q, k = states_of(attention, model, states)
+    if q is None or k is None:
+        return math.nan
+    best = math.inf
+    for real, shifted in events:
+        tq, tk = real.shape[-2:]
+        real = real.reshape(-1, attention.heads, tq, tk)
+        orders = [(q.reshape(-1, tq, q.shape[-1]), k.reshape(-1, tk, k.shape[-1]))]
+        if q.ndim == 3:
+            orders.append((q.transpose(0, 1), k.transpose(0, 1)))
+        for a, b in orders:
+            if a.shape[1] != tq or b.shape[1] != tk or len(a) != len(real):
+                continue
+            best = min(best, _off(attention, a, b, real, shifted))
+    return best
+
+
+def _off(attention, a, b, real, shifted):
+    if attention.rope is not None and not attention.rope.on_a_line:
+        return math.nan  # its angles are the image's; the proof measures them
+    rebuilt = attention.logits(a, b)
+    visible = real > real.amax(-1, keepdim=True) - 50
+    if shifted or isinstance(attention.position_bias, Alibi):
+        count = visible.sum(-1, keepdim=True).clamp(min=1)
+        real, rebuilt = (x - x.masked_fill(~visible, 0).sum(-1, keepdim=True) / count for x in (real, rebuilt))
+    kept = real[visible]
+    return float((rebuilt - real)[visible].abs().max() / (kept.max() - kept.min()))
+
+
+def built(kind):
+    import transformers
+
+    config = transformers.AutoConfig.for_model(kind, **NEEDED.get(kind, {}))
+    error = None
+    for options in ({"groups": 4, "shared": 4}, {"groups": 2}, {"together": True}, {"groups": 0}):
+        try:
+            small = twins.shrunk(config, **options)
+            small._attn_implementation = "eager"
+            with torch.device("meta"):
+                size = sum(p.numel() for p in transformers.AutoModel.from_config(small).parameters())
+            if size > 400e6:
+                raise ValueError(f"{size / 1e6:.0f} million parameters")
+            model = transformers.AutoModel.from_config(small).float().eval()
+        except Exception as raised:
+            error = error or raised
+            continue
+        twins.randomise(model, seed=7)
+        yield model
+    if error is not None:
+        raise error
+
+
+def examine(kind):
+    began, best = time.time(), None
+    try:
+        for model in built(kind):
+            seen, states = run(model)
+            if seen:
+                best = model, seen, states
+                break
+    except Exception as error:
+        if best is None:
+            return {"type": kind, "built": False, "why": f"{type(error).__name__}: {str(error)[:200]}"}
+    if best is None:
+        return {"type": kind, "built": True, "softmaxes": 0}
+    model, seen, states = best
+    result = {"type": kind, "built": True, "softmaxes": len(seen), "read": [], "wrong": {}, "unread": {}, "unseen": []}
+    try:
+        found = reading(model)
+        attentions, reasons = list(found), found.unread
+    except Exception as error:
+        attentions, reasons = [], {"": str(error)[:300]}
+    covered = set()
+    for attention in attentions:
+        events = [(x, shifted) for stack, x, shifted in seen if attention.module in stack]
+        covered |= {i for i, (stack, *_) in enumerate(seen) if attention.module in stack}
+        try:
+            off = difference(attention, model, events, states) if events else math.nan
+        except Exception as error:
+            off = math.inf
+            result.setdefault("errors", []).append(f"{attention.module}: {error!r:.200}")
+        if math.isnan(off):
+            result["unseen"].append(attention.module)
+        elif off <= CLOSE:
+            result["read"].append(attention.module)
+        else:
+            result["wrong"][attention.module] = off
+    for i, (stack, *_) in enumerate(seen):
+        if i not in covered:
+            near = next((n for n in reversed(stack) if n in reasons), next((n for n in reasons if not n), None))
+            result["unread"][stack[-1]] = reasons.get(near, "no reader") if near is not None else "no reader"
+    if attentions and not result["wrong"]:
+        result |= agreements(model, attentions, seen)
+    result["seconds"] = round(time.time() - began, 1)
+    return result
+
+
+def agreements(model, attentions, seen):
+    """LocAteR = autograd, scan(live) = scan(saved); what they raise, where they do."""
+    found = {}
+    with contextlib.suppress(StopIteration):
+        try:
+            found["gradient"] = _gradient(model)
+        except Exception as error:
+            found["gradient"] = f"{error!r:.200}"
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                model.save_pretrained(folder)
+                found["saved"] = _same(scan(model), scan(folder))
+        except Exception as error:
+            found["saved"] = f"{error!r:.200}"
+    return found
+
+
+def _gradient(model):
+    for p in model.parameters():
+        p.grad, p.requires_grad = None, True
+    regulariser = LocAteR(model, scale_strength=0.3, mean_strength=0.7)
+    regulariser.penalty().backward()
+    wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    for p in model.parameters():
+        p.grad = None
+    regulariser.add_gradient_()
+    made = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    if wanted.keys() != made.keys():
+        return f"other parameters: {sorted(wanted.keys() ^ made.keys())[:3]}"
+    return max(float((wanted[n] - made[n]).abs().max() / wanted[n].abs().max().clamp(min=1e-30)) for n in wanted)
+
+
+def _same(live, saved):
+    if list(live["module"]) != list(saved["module"]):
+        return f"other rows: {len(live)} and {len(saved)}, {next(iter(set(live['module']) ^ set(saved['module'])), '')}"
+    numbers = live.select_dtypes("number").columns
+    scale = live[numbers].abs().max().clip(lower=1e-30)
+    return float(((live[numbers] - saved[numbers]).abs() / scale).max().max())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--part", default="1/1")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", nargs="+", type=Path)
+    asked = parser.parse_args()
+    if asked.table:
+        return table([json.loads(line) for path in asked.table for line in path.read_text().splitlines()])
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    part, parts = map(int, asked.part.split("/"))
+    rows = []
+    for kind in asked.types or list(MODEL_MAPPING_NAMES)[part - 1 :: parts]:
+        signal.signal(signal.SIGALRM, _late)
+        signal.alarm(SECONDS)
+        try:
+            row = examine(kind)
+        except TimeoutError:
+            row = {"type": kind, "built": True, "softmaxes": 0, "why": f"more than {SECONDS} s"}
+        except Exception:
+            row = {"type": kind, "built": True, "softmaxes": 0, "why": traceback.format_exc()[-400:]}
+        finally:
+            signal.alarm(0)
+        rows.append(row)
+        line = json.dumps(row)
+        if asked.out:
+            with asked.out.open("a") as file:
+                file.write(line + "\n")
+        else:
+            print(line, flush=True)
+        gc.collect()
+    return table(rows)
+
+
+def _late(*_):
+    raise TimeoutError
+
+
+def table(rows):
+    seen = [row for row in rows if row.get("softmaxes")]
+    whole = [row for row in seen if row["read"] + row["unseen"] and not row["unread"] and not row["wrong"]]
+    partly = [row for row in seen if row["read"] and row not in whole and not row["wrong"]]
+    wrong = [row for row in seen if row["wrong"]]
+    print(f"{len(rows)} types, {sum(row['built'] for row in rows)} build, {len(seen)} with a softmax over q·k; "
+          f"{len(whole)} ({len(whole) / max(1, len(seen)):.1%}) read, {len(partly)} partly, {len(wrong)} wrong")  # fmt: skip
+    reasons = Counter(why for row in seen for why in set(row["unread"].values()))
+    for why, count in reasons.most_common(40):
+        print(f"{count:4} {why}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

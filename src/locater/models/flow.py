@@ -1,0 +1,198 @@
+"""What a forward really compares: every softmax over q·k, with the projections that q and k come from.
+
+Seen at the level of torch's own operators, whatever module, function or backend the model is written with: each
+product with a parameter begins a path; a product of two such paths that ends in a softmax is attention.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = ["Compared", "Projected", "compared"]
+
+_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "mv", "dot"}
+_SOFTMAX = {"_softmax", "_safe_softmax"}
+
+
+@dataclass(frozen=True, eq=False)
+class Projected:
+    """A product of activations with a parameter."""
+
+    weight: str  # the parameter's name
+    states: Tensor  # (…, D)
+    out: Tensor  # (…, outputs), its bias added
+    transposed: bool  # the parameter is stored as (D, outputs)
+    start: int = 0  # of the parameter's outputs, where only some are used
+    bias: str | None = None
+    norm: tuple[str, ...] = ()  # parameters that made the states, since the last product
+    order: int = 0  # the later, the larger
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """q·k of heads."""
+
+    q: Tensor  # (N, Tq, K)
+    k: Tensor  # (N, Tk, K)
+    out: Tensor
+    paths: tuple[Path, Path]
+    module: str  # innermost of those whose forward runs
+    states: Tensor | None  # what entered it
+
+
+@dataclass(frozen=True)
+class Path:
+    """Where a tensor comes from, since the last product with a parameter."""
+
+    sources: frozenset[Projected] = frozenset()
+    parameters: tuple[str, ...] = ()  # met on the way, in order
+    product: Product | None = None  # logits
+
+    def __or__(self, other: Path) -> Path:
+        if self is other:
+            return self
+        known = tuple(name for name in self.parameters if name not in other.parameters)
+        return Path(self.sources | other.sources, known + other.parameters, self.product or other.product)
+
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """One softmax over q·k."""
+
+    product: Product
+    logits: Tensor  # as softmax is given them
+    parameters: tuple[str, ...]  # met between the product and softmax
+
+    @property
+    def query(self) -> Path:
+        return self.product.paths[0]
+
+    @property
+    def key(self) -> Path:
+        return self.product.paths[1]
+
+
+class _Flow(TorchDispatchMode):
+    def __init__(self, parameters: Mapping[int, str]) -> None:
+        super().__init__()
+        self.parameters = parameters  # by the address of their storage
+        self.paths: Any = WeakIdKeyDictionary()
+        self.found: list[Compared] = []
+        self.ran: set[str] = set()
+        self.order = itertools.count()
+        self.modules: list[tuple[str, Tensor | None]] = []
+
+    def begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del module
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
+        self.modules.append((name, next(given, None)))
+        self.ran.add(name)
+
+    def end(self, *_: Any) -> None:
+        self.modules.pop()
+
+    def parameter(self, x: Tensor) -> str | None:
+        return self.parameters.get(x.untyped_storage().data_ptr())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        given = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        if name in _SOFTMAX:
+            self._softmax(given[0])
+        path = self._path(name, given, made)
+        if path is not None:
+            written = [base for x in made if name.endswith("_") and (base := x._base) is not None]
+            for x in written:  # a part of it
+                self.paths[x] = self.paths.get(x, path) | path
+            for x in made:
+                if self.parameter(x) is None:
+                    self.paths[x] = path
+        return out
+
+    def _softmax(self, x: Tensor) -> None:
+        path = self.paths.get(x)
+        if path is not None and path.product is not None and x.shape[-1] >= path.product.k.shape[-2]:
+            self.found.append(Compared(path.product, x.clone(), path.parameters))
+
+    def _path(self, name: str, given: list[Tensor], made: list[Tensor]) -> Path | None:
+        if not made or not (made[0].is_floating_point() or made[0].is_complex()):
+            return None
+        if name in _PRODUCTS:
+            return self._product(given, made[0])
+        if name == "convolution" and (weight := self.parameter(given[1])) is not None:
+            return Path(frozenset([Projected(weight, given[0], made[0], False)]))
+        path: Path | None = None
+        for x in sorted(given, key=lambda x: self.parameter(x) is not None):  # parameters met here come last
+            if not (x.is_floating_point() or x.is_complex()):
+                continue
+            stored = self.parameter(x)
+            one = Path(parameters=(stored,)) if stored is not None else self.paths.get(x)
+            if one is not None:
+                path = one if path is None else path | one
+        if path is not None and path.product is not None and name in _SOFTMAX:
+            return Path(product=None)
+        return path
+
+    def _product(self, given: list[Tensor], out: Tensor) -> Path | None:
+        *added, a, b = given
+        stored_a, stored_b = self.parameter(a), self.parameter(b)
+        if stored_b is not None or stored_a is not None:
+            swapped = stored_b is None
+            weight, states = (a, b) if swapped else (b, a)
+            owner = stored_a if swapped else stored_b
+            assert owner is not None
+            before = self.paths.get(states)
+            bias = next((n for x in added if (n := self.parameter(x)) is not None), None)
+            start = weight.storage_offset() // weight.shape[0] if weight.ndim == 2 else weight.storage_offset()
+            transposed = weight.ndim == 2 and weight.is_contiguous() and not swapped and weight.shape[1] > 1
+            norm = () if before is None else before.parameters
+            made = Projected(owner, states, out, transposed, start, bias, norm, next(self.order))
+            return Path(frozenset([made]))
+        paths = self.paths.get(a), self.paths.get(b)
+        if None in paths or any(path.product is not None for path in paths) or not all(p.sources for p in paths):
+            return None
+        product = Product(a, b.mT, out, paths, *(self.modules[-1] if self.modules else ("", None)))
+        return Path(product=product)
+
+
+class _ByProducts(TorchFunctionMode):
+    """Attention in one call of torch's is computed by products and a softmax, whatever kernel a module asks for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if getattr(func, "__name__", "") != "scaled_dot_product_attention":
+            return func(*args, **(kwargs or {}))
+        with sdpa_kernel(SDPBackend.MATH):
+            return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def compared(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Compared], set[str]]:
+    """Every softmax over q·k of one run of a model, in order; and the names of the modules that ran."""
+    parameters = {p.untyped_storage().data_ptr(): name for name, p in reversed(list(model.named_parameters()))}
+    flow = _Flow(parameters)
+    with ExitStack() as undo:
+        for name, module in model.named_modules():
+            begin = functools.partial(flow.begin, name)
+            undo.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(flow.end, always_call=True).remove)
+        undo.enter_context(_ByProducts())
+        undo.enter_context(flow)
+        run()
+    return flow.found, flow.ran

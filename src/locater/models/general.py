@@ -1,0 +1,451 @@
+"""The general reader: a twin's attention explained by parts.
+
+The twin shows q, k and the logits of every softmax, and the layers that q and k come out of (`flow`). What lies between
+is found, not assumed: which outputs belong to which head, a norm, a rotation by position, a factor, a softcap, a bias
+of position. What is found is proven on the logits, and put down as a rule (`rules`).
+
+Legend: B batch, T tokens, G key heads, R query heads for each, H = G·R, K head width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from locater.models.attention import Alibi, Attention
+from locater.models.flow import Compared, Projected
+from locater.models.registry import LiveTensors, Site
+from locater.models.rules import BiasRule, Factor, Heads, Layout, NormRule, RopeRule, Rule, Side, Unread, setting
+
+__all__ = ["CLOSE", "Logits", "explain"]
+
+CLOSE = 1e-4  # of the largest: what counts as equal in a twin
+_UNSEEN = 50.0  # a logit so much below a query's largest is masked: its weight is below e⁻⁵⁰
+_HEADS = (
+    "num_heads", "n_heads", "num_attention_heads", "n_head", "heads", "nhead", "num_attn_heads", "attention_heads",
+    "encoder_attention_heads", "decoder_attention_heads",
+)  # fmt: skip
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "num_key_value_groups")
+_FACTOR = re.compile(r"scal|mult|temp|norm_factor|sqrt|query_pre_attn")
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One side of a comparison: y (B, T, outputs) of the layer, and z (B, heads, T, K) as it is compared."""
+
+    source: Projected
+    y: Tensor
+    z: Tensor
+    parameters: tuple[str, ...]
+
+
+@torch.no_grad()
+def explain(seen: Compared, root: nn.Module, site: Site) -> Rule:
+    """The rule of a module whose attention was seen, proven on what was seen."""
+    try:
+        return _explain(seen, root, site, False)
+    except Unread:
+        with contextlib.suppress(Unread):
+            return _explain(seen, root, site, True)
+        raise
+
+
+def _explain(seen: Compared, root: nn.Module, site: Site, time_first: bool) -> Rule:
+    of_query, of_key = _sides(seen, time_first)
+    groups, shared = _groups(of_key.z)
+    of_key = replace(of_key, z=of_key.z[:, ::shared])
+    heads = Heads(groups, shared, of_query.z.shape[-1])
+    query, *turned_q = _side(of_query, heads, shared, root)
+    key, *turned_k = _side(of_key, heads, 1, root)
+    rope = _rope([turned_q, turned_k], root, heads.width)
+    kind = "self"
+    if not torch.equal(of_query.source.states, of_key.source.states):
+        kind = "cross"
+    elif site.config.get("is_encoder_decoder"):
+        kind = "decoder" if "decoder" in site.name.split(".") else "encoder"
+    rule = Rule(
+        site.name, query, key, heads, _counts(site, heads), Factor(0.0), rope,
+        input_norm=_input_norm(of_query.source, of_key.source, root), kind=kind,
+    )  # fmt: skip
+    return _finished(rule, seen, site, time_first)
+
+
+def _by_token(x: Tensor, batch: int, tokens: int, time_first: bool) -> Tensor:
+    """(B, T, …) of rows."""
+    x = x.reshape(-1, x.shape[-1])
+    return x.unflatten(0, (tokens, batch)).transpose(0, 1) if time_first else x.unflatten(0, (batch, tokens))
+
+
+def _sides(seen: Compared, time_first: bool) -> tuple[_Seen, _Seen]:
+    made = []
+    for path, x in ((seen.query, seen.product.q), (seen.key, seen.product.k)):
+        if len(path.sources) != 1:
+            names = ", ".join(sorted(source.weight for source in path.sources))
+            raise Unread(f"queries or keys come out of several layers: {names}")
+        (source,) = path.sources
+        (n, tokens, _), rows = x.shape, source.out.numel() // source.out.shape[-1]
+        batch = rows // tokens
+        if source.out.ndim > 3 or batch < 1 or rows % tokens or n % batch:
+            raise Unread(f"{source.weight} makes {tuple(source.out.shape)}, which are no {tokens} tokens of {n} heads")
+        y = _by_token(source.out, batch, tokens, time_first)
+        made.append(_Seen(source, y, x.reshape(batch, n // batch, tokens, -1), path.parameters))
+    if made[0].z.shape[:2] != made[1].z.shape[:2]:
+        raise Unread("queries and keys are of different numbers of sequences")
+    return made[0], made[1]
+
+
+def _groups(k: Tensor) -> tuple[int, int]:
+    """Key heads, and how many query heads see each."""
+    same = [bool((k[:, h] == k[:, 0]).all()) for h in range(k.shape[1])]
+    shared = next((h for h, one in enumerate(same) if not one), len(same))
+    if k.shape[1] % shared or not (k.unflatten(1, (-1, shared)) == k[:, ::shared, None]).all():
+        raise Unread("query heads share keys in turn, or in another order than one after the other")
+    return k.shape[1] // shared, shared
+
+
+# ---------------------------------------------------------------------- from a layer's outputs to a head's
+
+
+def _side(seen: _Seen, heads: Heads, each: int, root: nn.Module) -> tuple[Side, Tensor, Tensor]:
+    """Queries or keys; and the outputs (B, heads, T, K) that are what is compared, but for a rotation."""
+    source, y, width = seen.source, seen.y, heads.width
+    stored = dict(root.named_parameters(remove_duplicate=False))
+    bias, sibling = source.bias, source.weight.removesuffix("weight") + "bias"
+    if bias is None and sibling in seen.parameters and stored[sibling].numel() == y.shape[-1]:
+        bias, y = sibling, y + stored[sibling]
+    total = stored[source.weight].shape[1 if source.transposed else 0]
+    if y.shape[-1] % width or total % width or source.start % width:
+        raise Unread(f"{source.weight} has {total} outputs, which are no heads of {width}")
+    blocks = y.unflatten(-1, (-1, width)).transpose(1, 2)  # (B, blocks, T, K)
+    sizes = width, seen.z.shape[1] * width
+    others = [name for name in seen.parameters if name not in (source.weight, bias)]
+    gains = [name for name in others if stored[name].numel() in sizes]  # others may be tables of positions
+    reason = f"no outputs of {source.weight} are as long as what is compared"
+    for norm in _norm_rules(gains, stored, width):
+        u, z = _normed(norm, blocks, seen.z, root, (heads.groups, each, width))
+        where = None if u is None else _match(u, z)
+        if u is None or where is None:
+            continue
+        layout = _layout([one + source.start // width for one in where], heads, each)
+        if layout is not None:
+            return Side(source.weight, bias, source.transposed, layout, total // width, norm), u[:, where], z
+        reason = f"the heads of {source.weight} lie at {where}, an order that is not known"
+    raise Unread(reason + (f"; {', '.join(others[:3])} lie between" if others else ""))
+
+
+def _norm_rules(names: list[str], stored: dict[str, Tensor], width: int) -> Iterator[NormRule | None]:
+    """What may lie between a layer and the comparison, given the parameters met there."""
+    if not names:
+        yield from (None, NormRule(), NormRule(centred=True, eps=1e-5))
+        return
+    gain, bias = names[0], names[1] if len(names) == 2 else None
+    for after in (False, True):
+        for joint in (True, False) if stored[gain].numel() > width else (False,):
+            for centred in (True,) if bias else (False, True):
+                yield from (NormRule(gain, bias, centred, base, joint, after) for base in (0.0, 1.0))
+
+
+def _normed(
+    rule: NormRule | None, blocks: Tensor, z: Tensor, root: nn.Module, heads: tuple[int, int, int]
+) -> tuple[Tensor | None, Tensor]:
+    """The outputs (B, blocks, T, K) so that one of them, rotated, is what is compared; and that."""
+    if rule is None:
+        return blocks, z
+    norm = rule.read(Site("", {}, LiveTensors(root), root, root), heads)
+    own = norm.gain is not None and norm.gain.ndim > 1  # every head has a gain of its own, or all have one norm
+    if rule.after_rope:
+        if norm.gain is None or norm.centred or rule.joint:
+            return None, z
+        return replace(norm, stored=None)(blocks), z / (norm.gain.flatten(0, 1) if own else norm.gain)
+    if not own:
+        return norm(blocks), z
+    whole = blocks.shape[1] == heads[0] * heads[1]
+    return norm(blocks.unflatten(1, heads[:2])).flatten(1, 2) if whole else None, z
+
+
+def _match(u: Tensor, z: Tensor) -> list[int] | None:
+    """For every head the outputs that have its length at every token, up to one factor."""
+    ours, theirs = (x.double().square().sum(-1) for x in (u, z))  # (B, ·, T)
+    ratio = theirs[:, :, None] / ours[:, None].clamp(min=1e-30)  # (B, heads, blocks, T)
+    ratio = ratio.movedim(0, 2).flatten(2)
+    mean = ratio.mean(-1)
+    fits = (ratio - mean[..., None]).abs().amax(-1) <= 10 * CLOSE * mean
+    if not bool(fits.any(-1).all()):
+        return None
+    if bool((fits.sum(-1) > 1).any()):  # a norm makes all as long as each other: then a first token, unrotated, tells
+        a, b = (functional.normalize(x[:, :, 0].double(), dim=-1) for x in (u, z))
+        fits = torch.where(fits, torch.einsum("bnk,bhk->hn", a, b), -torch.inf)
+    found: list[int] = fits.double().argmax(-1).tolist()
+    return found
+
+
+def _layout(where: list[int], heads: Heads, each: int) -> Layout | None:
+    groups, shared, _ = heads
+
+    def in_shared(count: int) -> tuple[int, int]:
+        return (count, 0) if shared == 1 else (count % shared, count // shared)
+
+    rows, first = torch.tensor(where).view(groups, each), where[0]
+    step = int(rows[1, 0] - rows[0, 0]) if groups > 1 else each
+    if not bool((rows[:, 0] == first + step * torch.arange(groups)).all()):
+        return None
+    if bool((rows == rows[:, :1] + torch.arange(each)).all()):
+        if step == each and first % groups == 0:
+            return Layout("together", in_shared(first // groups))
+        return Layout("by group", in_shared(first), in_shared(step)) if first + each <= step else None
+    apart = where[1] - first
+    if apart > first >= 0 and where == list(range(first, first + apart * len(where), apart)):
+        return Layout("by head", (first, 0), (apart, 0))
+    return None
+
+
+# ---------------------------------------------------------------------- rotation by position
+
+
+def _rope(turned: list[list[Tensor]], root: nn.Module, width: int) -> RopeRule | None:
+    """The rotation that makes z of u, for queries and for keys, up to a factor."""
+    scaled = [(u * (z.norm() / u.norm()), z) for u, z in turned]
+    if all(_equal(u, z) or _equal(-u, z) for u, z in scaled):
+        return None
+    moved = [((u - z).abs() > CLOSE * z.abs().max()).flatten(0, 2).any(0) for u, z in scaled]
+    rotary = 2 * math.ceil((int((moved[0] | moved[1]).nonzero().max()) + 1) / 2)
+    sources = {
+        name: x.detach().double()
+        for name, x in root.named_buffers()
+        if name.endswith("inv_freq") and not name.endswith("original_inv_freq") and x.ndim == 1
+    }
+    for size in dict.fromkeys([rotary, *(2 * len(f) for f in sources.values() if rotary <= 2 * len(f) <= width)]):
+        for interleaved in (False, True):
+            found = [angles(u, z, size, interleaved) for u, z in scaled]
+            both = [angle for angle in found if angle is not None]
+            if len(both) == 2:
+                return _rope_rule(both, size // 2, interleaved, sources, root)
+    raise Unread("queries and keys are changed by position in a way that is no rotation of pairs")
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= CLOSE * b.abs().max())
+
+
+def angles(u: Tensor, z: Tensor, size: int, interleaved: bool) -> Tensor | None:
+    """(T, pairs) by which the first pairs of u (B, heads, T, K) are turned to be z's; None if none does for all."""
+
+    def paired(x: Tensor) -> Tensor:
+        x = x[..., :size].double()
+        return torch.complex(*((x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)))
+
+    a, b = paired(u), paired(z)
+    angle = (b * a.conj()).sum((0, 1)).angle()
+    left = torch.view_as_real(a * torch.polar(torch.ones_like(angle), angle) - b).flatten(-2)
+    largest = max(float(x.abs().max()) for x in (left, (u - z)[..., size:]) if x.numel())
+    return angle if largest <= 10 * CLOSE * z.abs().max() else None
+
+
+def _rope_rule(
+    found: list[Tensor], pairs: int, interleaved: bool, sources: dict[str, Tensor], root: nn.Module
+) -> RopeRule:
+    def fits(frequencies: Tensor) -> bool:
+        left = [one - one[:1] - torch.arange(len(one))[:, None] * frequencies for one in found]
+        return all(bool((torch.polar(torch.ones_like(x), x) - 1).abs().max() < 2e-3) for x in left)
+
+    for name, frequencies in sources.items():
+        if len(frequencies) >= pairs and fits(frequencies[:pairs]):
+            return RopeRule(interleaved, pairs, name, frequencies[:pairs])
+    for base in (10000.0, *_bases(root)):
+        frequencies = base ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+        for sign in (1, -1):
+            if fits(sign * frequencies):
+                return RopeRule(interleaved, pairs, None, sign * frequencies)
+    return RopeRule(interleaved, pairs, on_a_line=False)
+
+
+def _bases(root: nn.Module) -> list[float]:
+    """Numbers that the model's modules and configurations call a base or a theta."""
+    found = []
+    for module in root.modules():
+        for values in (vars(module), getattr(getattr(module, "config", None), "__dict__", {})):
+            found += [float(v) for k, v in values.items() if re.search("theta|base", k) and isinstance(v, int | float)]
+    return list(dict.fromkeys(v for v in found if v > 1))
+
+
+# ---------------------------------------------------------------------- settings
+
+
+def _counts(site: Site, heads: Heads) -> tuple[str | None, str | None]:
+    def named(names: tuple[str, ...], value: int) -> str | None:
+        return next((name for name in names if setting(site, name) == value), None)
+
+    return named(_HEADS, heads.groups * heads.shared), named((*_KEY_HEADS, *_HEADS), heads.groups)
+
+
+def _input_norm(source: Projected, other: Projected, root: nn.Module) -> NormRule | None:
+    """The norm whose output enters both layers: by what it makes, a mean square of 1 before its gain."""
+    if source.states.data_ptr() != other.states.data_ptr():
+        return None
+    x = source.states.reshape(-1, source.states.shape[-1]).double()
+    stored = dict(root.named_parameters(remove_duplicate=False))
+    for count in (1, 2):
+        names = source.norm[-count:]
+        if len(names) < count or any(stored[name].numel() != x.shape[-1] for name in names):
+            continue
+        gain, bias = stored[names[0]].double(), stored[names[1]].double() if count == 2 else 0.0
+        for base in (0.0, 1.0):
+            plain = (x - bias) / (base + gain)
+            if bool(((plain.square().mean(-1) - 1).abs() < 1e-2).all()):
+                centred = bool((plain.mean(-1).abs() < 1e-3).all())
+                return NormRule(names[0], names[1] if count == 2 else None, centred, base)
+    return None
+
+
+def _names(site: Site, pattern: str) -> list[str]:
+    """Of attributes of the module, and of settings."""
+    return [name for name in dict.fromkeys([*vars(site.module), *site.config]) if re.search(pattern, name)]
+
+
+# ---------------------------------------------------------------------- factor, softcap and bias; the proof of all
+
+
+@dataclass(frozen=True)
+class Logits:
+    """What softmax was given (B, H, Tq, Tk), and the same rebuilt from parts."""
+
+    real: Tensor
+    rebuilt: Tensor
+    visible: Tensor
+
+    @classmethod
+    def of(cls, seen: Compared, attention: Attention, time_first: bool = False) -> Logits:
+        """`time_first`: the module's layers are given the tokens of all sequences one after the other."""
+        product, heads = seen.product, attention.heads
+        (n, *_), keys = product.q.shape, product.k.shape[1]
+        if n % heads:
+            raise Unread(f"{n} products are not those of {heads} heads")
+        states = []
+        for path, x, made in (
+            (seen.query, product.q, attention.query_input),
+            (seen.key, product.k, attention.key_input),
+        ):
+            found = product.states if made is not None else next(iter(path.sources)).states
+            if found is None or found.numel() // found.shape[-1] != n // heads * x.shape[1]:
+                raise Unread("the states that enter it are not known")
+            states.append(_by_token(found, n // heads, x.shape[1], time_first and made is None))
+        positions = None
+        if attention.rope is not None and not attention.rope.on_a_line:
+            positions = _measured_angles(attention, states, (product.q, product.k))
+        rebuilt = attention.logits(*states, positions=positions)
+        real = seen.logits[..., :keys].reshape(rebuilt.shape)
+        if not bool(torch.isfinite(rebuilt).all()):
+            raise Unread("what it compares in its twin is not finite")
+        visible = real > real.amax(-1, keepdim=True) - _UNSEEN
+        if isinstance(attention.position_bias, Alibi) or seen.logits.shape[-1] > keys:
+            # a shift of all logits of a query, which no softmax sees: by its position, or by the largest of them
+            count = visible.sum(-1, keepdim=True).clamp(min=1)
+            real, rebuilt = (x - x.masked_fill(~visible, 0).sum(-1, keepdim=True) / count for x in (real, rebuilt))
+        return cls(real, rebuilt, visible)
+
+    @property
+    def range(self) -> float:
+        seen = self.real[self.visible]
+        return float(seen.max() - seen.min())
+
+    @property
+    def difference(self) -> float:
+        """The largest."""
+        return float((self.rebuilt - self.real)[self.visible].abs().max())
+
+    @property
+    def agree(self) -> bool:
+        return self.difference <= CLOSE * self.range
+
+
+def _measured_angles(
+    attention: Attention, states: list[Tensor], compared: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Those (T, pairs) by which queries and keys of all heads and sequences are rotated."""
+    rope, nowhere, found = attention.rope, torch.zeros(0), []
+    assert rope is not None
+    sides = replace(attention, rope=None).project(states[0], states[1], (nowhere, nowhere))
+    for u, z in zip(sides, compared, strict=True):
+        u = u.expand(-1, -1, len(compared[0]) // len(u) // u.shape[1], -1, -1).flatten(1, 2)
+        z = z.reshape(u.shape)
+        angle = angles(u * (z.norm() / u.norm()), z, 2 * rope.pairs, rope.interleaved)
+        if angle is None:
+            raise Unread("queries or keys are not rotated as they were found to be")
+        found.append(angle)
+    return found[0], found[1]
+
+
+def _finished(rule: Rule, seen: Compared, site: Site, time_first: bool) -> Rule:
+    """With the factor, the softcap and the bias that make the logits; Unread if none do."""
+    best, about = math.inf, math.nan
+    caps = [name for name in _names(site, "softcap") if isinstance(setting(site, name), int | float)]
+    plain = Logits.of(seen, rule.read(site), time_first)
+    for cap in (*caps, None):
+        real = plain.real.double()
+        if cap is not None:
+            size = float(setting(site, cap))
+            if bool((real[plain.visible].abs() >= size).any()):
+                continue
+            real = size * (real / size).atanh()
+        factor = _factor(plain.rebuilt.double(), real, plain.visible)
+        named = next((one for one in _factors(site) if _is(one.value(site, rule.heads.width), factor)), None)
+        about = factor
+        if named is None:
+            continue
+        made = replace(rule, factor=named, softcap=cap)
+        for bias in _biases(site, made, seen, real - factor * plain.rebuilt, plain.visible):
+            logits = Logits.of(seen, replace(made, bias=bias).read(site), time_first)
+            if logits.agree:
+                return replace(made, bias=bias)
+            best = min(best, logits.difference / logits.range)
+    off = "" if best == math.inf else f"; what is rebuilt from its parts is off by {best:.2g} of the range"
+    raise Unread(f"logits are not q·k times a factor, or not one that has a name (about {about:.3g}){off}")
+
+
+def _is(value: float | None, wanted: float) -> bool:
+    return value is not None and abs(value - wanted) <= 1e-3 * abs(wanted)
+
+
+def _factor(rebuilt: Tensor, real: Tensor, visible: Tensor) -> float:
+    """By least squares, from what differs between two sequences where there are two: a bias of position does not."""
+    if len(real) > 1:
+        both = visible[0] & visible[1]
+        a, b = (rebuilt[0] - rebuilt[1])[both], (real[0] - real[1])[both]
+        if bool(a.abs().max() > 1e-3 * rebuilt.abs().max()):
+            return float((a * b).sum() / a.square().sum())
+    a, b = rebuilt[visible], real[visible]
+    return float((a * b).sum() / a.square().sum())
+
+
+def _factors(site: Site) -> Iterator[Factor]:
+    yield from (Factor(-0.5), Factor(0.0), Factor(-1.0), Factor(-0.5, by_layer=True))
+    for name in _names(site, _FACTOR.pattern):
+        for width_power in (0.0, -0.5, -1.0):
+            yield from (Factor(width_power, name, power) for power in (1.0, -1.0, -0.5, 2.0))
+
+
+def _biases(site: Site, rule: Rule, seen: Compared, rest: Tensor, visible: Tensor) -> Iterator[BiasRule | None]:
+    """None, and those that the parameters met on the way to softmax allow; `rest` is what q·k leaves of the logits."""
+    yield None
+    heads = rule.heads.groups * rule.heads.shared
+    for name in seen.parameters:
+        table = site.named(name)
+        if table.ndim != 2 or table.shape[1] != heads:
+            continue
+        for distance in _names(site, "max_distance"):
+            yield from (BiasRule("buckets", name, bidirectional=both, distance=distance) for both in (True, False))
+        count = visible.sum(0)  # of windows some may have parts that are masked
+        if bool(count.all()):
+            mean = rest.masked_fill(~visible, 0).sum(0) / count  # (H, Tq, Tk)
+            index = torch.cdist(mean.permute(1, 2, 0).flatten(0, 1), table.double()).argmin(-1)
+            yield BiasRule("table", name, index=index.view(rest.shape[2:]))
+    if not seen.parameters:
+        for scale in (1.0, rule.heads.width**-0.5):
+            yield from (BiasRule("alibi", scale=scale, rounded=rounded) for rounded in (False, True))

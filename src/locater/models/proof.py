@@ -1,0 +1,309 @@
+"""Proof by logits: what is rebuilt from the parts of a model's attention against what the model really compares.
+
+A class that no hand-written family vouches for is read by the rules of its twin (`general`), once for a class and a
+configuration. `prove` shows the proof of any model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+import re
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from locater.errors import LocaterError, reason
+from locater.models import twin as twins
+from locater.models.attention import Attention
+from locater.models.families import generic, mla
+from locater.models.flow import Compared, compared
+from locater.models.general import Logits, explain
+from locater.models.registry import LiveTensors, Site, family, inside, is_pretrained, nearest_config, reading
+from locater.models.rules import Rule, Unread
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Proven", "may_be_attention", "prove", "proven", "read_alone"]
+
+_LARGEST = 600_000_000  # parameters of a twin
+_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
+Read = Callable[[Site], Attention]
+
+
+@dataclass(frozen=True)
+class Proven:
+    """How the attention modules of a model are read, by name; why others are not."""
+
+    rules: dict[str, Read]
+    unread: dict[str, str]
+
+    def of(self, name: str) -> Read | str | None:
+        """How a module is read, or why it is not; None for a module around or inside one, or without attention."""
+        return self.rules.get(name) or self.unread.get(name)
+
+
+def may_be_attention(module: nn.Module) -> bool:
+    named = _ATTENTION.search(type(module).__name__) or generic.looks_like_attention(module)
+    return bool(named) and any(True for _ in module.parameters())
+
+
+# ---------------------------------------------------------------------- Hugging Face's models, by their twins
+
+_TWINS: dict[tuple[type, str], Proven] = {}
+
+
+def proven(model: Any) -> Proven:
+    """Of a model, live or on the meta device; its own forward is not run."""
+    key = type(model), model.config.to_json_string()
+    if key not in _TWINS:
+        _TWINS[key] = _prove_twin(type(model), model.config)
+    return _TWINS[key]
+
+
+def _prove_twin(kind: type, config: Any) -> Proven:
+    best: Proven | None = None
+    why = ""
+    for options in ({}, {"groups": 4}, {"together": True}, {"groups": 0}):
+        try:
+            model = twin(kind, config, **options)
+        except Exception as error:  # a configuration that is not consistent fails in any way
+            why = why or f"no small twin of {kind.__name__} can be built: {reason(error)}"
+            continue
+        found, whole = _explained(model)
+        if best is None or len(found.rules) > len(best.rules):
+            best = found
+        if whole:
+            break
+    return best or Proven({}, {"": why})
+
+
+def twin(kind: Any, config: Any, **options: Any) -> Any:
+    """A small model of this class with every parameter random, which computes its attention by torch's operators."""
+    small = twins.shrunk(config, **options)
+    if small._attn_implementation != "eager":
+        small._attn_implementation = None  # torch's own function, where the class takes it
+    with twins.quietly():
+        with torch.device("meta"):
+            size = sum(p.numel() for p in kind(small).parameters())
+        if size > _LARGEST:
+            raise LocaterError(f"it would have {size / 1e6:,.0f} million parameters")
+        with torch.random.fork_rng(devices=[]):
+            model = kind(small).float().eval()
+    twins.randomise(model)
+    return model
+
+
+def _explained(model: Any) -> tuple[Proven, bool]:
+    """How the twin's modules are read, and whether all that it has ran."""
+    rules: dict[str, Read] = {}
+    unread: dict[str, str] = {}
+    tensors = LiveTensors(model)
+    seen, ran = _run(model)
+    modules = _by_module(model, seen)
+    layers = _layers(modules)
+    for name, events in modules.items():
+        site = Site(name, nearest_config(model, name), tensors, model.get_submodule(name), model)
+        found = _explain(events, site, *layers[name])
+        (unread if isinstance(found, str) else rules)[name] = found
+    found = {*rules, *unread}
+    for name, module in model.named_modules():
+        if may_be_attention(module) and not any(inside(name, other) or inside(other, name) for other in found):
+            unread[name] = _NO_SOFTMAX if name in ran else _NOT_REACHED
+    return Proven(rules, unread), _NOT_REACHED not in unread.values()
+
+
+_NO_SOFTMAX = "it computes no softmax over q·k"
+_NOT_REACHED = "the forward of its twin does not reach it"
+
+
+@torch.no_grad()
+def _explain(events: list[Compared], site: Site, number: int, layers: tuple[int, ...]) -> Read | str:
+    """How the module is read, by the general reader or, where that does not understand it, a family's; or why not."""
+    assert site.model is not None
+    known = family(module=site.module)
+    try:
+        if known is None:
+            return replace(explain(events[0], site.model, site), number=number, layers=layers).read
+        why = "its family does not rebuild its logits"
+    except Unread as error:
+        why = str(error)
+    for read in (mla.read,) if known is None else (known.read,):
+        with contextlib.suppress(LocaterError, RuntimeError):
+            if rebuilt(events[0], read(site)).agree:
+                return read
+    return why
+
+
+def rebuilt(seen: Compared, attention: Attention) -> Logits:
+    """The logits of parts beside what was seen; the order of tokens and sequences is the one that fits."""
+    return min((Logits.of(seen, attention, order) for order in (False, True)), key=lambda logits: logits.difference)
+
+
+def _run(model: Any) -> tuple[list[Compared], set[str]]:
+    """What the twin compares, and the modules that ran; parts that are not reached are called by themselves."""
+    seen: list[Compared] = []
+    ran: set[str] = set()
+    for name, part in model.named_modules():
+        whole = is_pretrained(part)
+        if (not whole and not may_be_attention(part)) or (name in ran and not whole):
+            continue
+        if any(inside(one.product.module, name) or inside(name, one.product.module) for one in seen if name):
+            continue
+        with twins.quietly():
+            for given in twins.inputs(part) if whole else twins.alone(part):
+                try:
+                    more, names = compared(model, functools.partial(part, **given))
+                except Exception:  # the wrong arguments fail in any way
+                    continue
+                seen, ran = seen + more, ran | names
+                break
+    return seen, ran
+
+
+def _by_module(model: nn.Module, seen: list[Compared]) -> dict[str, list[Compared]]:
+    """By the innermost module that has all layers of queries and keys."""
+    found: dict[str, list[Compared]] = {}
+    for one in seen:
+        query, key = ([_owner(model, source.weight) for source in path.sources] for path in one.product.paths)
+        common = _common([*query, *key])
+        if not inside(common, one.product.module):  # keys come from another layer's module, or a part computes softmax
+            common = _common([*query, one.product.module])
+        found.setdefault(common, []).append(one)
+    return found
+
+
+def _owner(model: nn.Module, parameter: str) -> str:
+    """The module that uses a parameter: around the layer whose weight it is."""
+    module, _, name = parameter.rpartition(".")
+    is_layer = name == "weight" and not any(True for _ in model.get_submodule(module).children())
+    return module.rpartition(".")[0] if is_layer else module
+
+
+def _common(names: list[str]) -> str:
+    parts = [name.split(".") for name in names]
+    count = next((i for i, each in enumerate(zip(*parts, strict=False)) if len(set(each)) > 1), min(map(len, parts)))
+    return ".".join(parts[0][:count])
+
+
+def _layers(modules: Mapping[str, list[Compared]]) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Of each module: which of the numbers in its name is the layer's, the one that takes most values among modules of
+    such names; and the layers that use it, where several do, in the order in which such modules ran."""
+    alike: dict[str, list[str]] = {}
+    for name in modules:
+        alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+", "#", name), []).append(name)
+    found: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for names in alike.values():
+        numbers = [re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name) for name in names]
+        kinds = [len(set(column)) for column in zip(*numbers, strict=True)]
+        number = max(range(len(kinds)), key=lambda i: (kinds[i], i)) if kinds else -1
+        runs = {
+            id(source): (source.order, name) for name in names for one in modules[name] for source in one.query.sources
+        }
+        order = [name for _, name in sorted(runs.values())]
+        for name in names:
+            uses = tuple(i for i, other in enumerate(order) if other == name)
+            found[name] = number, uses if len(uses) > 1 else ()
+    return found
+
+
+# ---------------------------------------------------------------------- other modules, by copies of themselves
+
+_COPIES: dict[Hashable, tuple[Rule | None, str]] = {}
+
+
+def read_alone(module: nn.Module, config: Mapping[str, Any]) -> Read | str:
+    """How a module that nobody vouches for is read: by a copy of it with every parameter random, called by itself."""
+    if generic.has_joint(module):
+        return generic.read
+    key = tuple(_settings(name, part) for name, part in module.named_modules())
+    if key not in _COPIES:
+        _COPIES[key] = _explain_copy(module, config)
+    rule, why = _COPIES[key]
+    if rule is None:
+        return why
+    return lambda site: rule.read(replace(site, model=site.module, prefix=f"{site.name}." if site.name else ""))
+
+
+def _settings(name: str, part: nn.Module) -> Hashable:
+    """All of a module that its logits may depend on, but the values of parameters."""
+    plain = tuple((n, v) for n, v in vars(part).items() if isinstance(v, int | float | str | FunctionType | None))
+    calls = tuple((n, repr(v)) for n, v in vars(part).items() if isinstance(v, tuple | functools.partial))
+    shapes = tuple((n, p.shape) for n, p in part.named_parameters(recurse=False))
+    buffers = tuple(
+        (n, b.shape, float(b.double().sum())) for n, b in part.named_buffers(recurse=False) if not b.is_meta
+    )
+    return name, type(part), plain, calls, shapes, buffers
+
+
+def _explain_copy(module: nn.Module, config: Mapping[str, Any]) -> tuple[Rule | None, str]:
+    copied = copy.deepcopy(module).cpu().float().eval()
+    twins.randomise(copied)
+    error = "it takes none"
+    for given in twins.alone(copied):
+        try:
+            seen, _ = compared(copied, functools.partial(copied, **given))
+        except Exception as raised:  # arguments that it does not take
+            error = reason(raised)
+            continue
+        events = _by_module(copied, seen).get("")
+        if not events:
+            return None, "it computes no softmax over products of its projections when it is called by itself"
+        site = Site("", config, LiveTensors(copied), copied, copied)
+        try:
+            return explain(events[0], copied, site), ""
+        except Unread as raised:
+            return None, str(raised)
+    return None, f"it cannot be called with states alone ({error}): locater.models.prove(model, batch) shows it at work"
+
+
+# ---------------------------------------------------------------------- the proof of a model
+
+
+def prove(model: nn.Module, batch: Mapping[str, Any] | None = None) -> pd.DataFrame:
+    """Logits rebuilt from the parts of every attention module against those that the model really compares.
+
+    On a small twin of the model, the same class from its configuration with every parameter random; or on the model
+    itself, called with a `batch` of yours as keywords. A row a module: the largest `difference` of logits of keys that
+    are not masked, their `range`, and the `reason` why it is not read, where it is not.
+    """
+    import pandas as pd
+
+    rows: list[dict[str, Any]] = []
+    if batch is None:
+        roots = [name for name, part in model.named_modules() if is_pretrained(part)]
+        if not roots:
+            raise LocaterError(f"a {type(model).__name__} has no configuration to build a twin from: give a batch")
+        kind = model.get_submodule(roots[0])
+        model = twin(type(kind), kind.config)
+        seen, _ = _run(model)
+    else:
+        seen, _ = compared(model, functools.partial(model, **batch))
+    events = _by_module(model, seen)
+    found = reading(model)
+    for read, site in found.sites:
+        row = {"module": site.name, "difference": math.nan, "range": math.nan, "reason": ""}
+        if site.name not in events:
+            row["reason"] = "no softmax over its queries and keys was seen"
+        else:
+            try:
+                with torch.no_grad():
+                    logits = rebuilt(events[site.name][0], read(site))
+                row |= {"difference": logits.difference, "range": logits.range}
+            except Unread as error:
+                row["reason"] = str(error)
+        rows.append(row)
+    unread = dict.fromkeys(events, "no reader") | found.unread
+    rows += [
+        {"module": name, "difference": math.nan, "range": math.nan, "reason": why}
+        for name, why in unread.items()
+        if name not in {row["module"] for row in rows}
+    ]
+    return pd.DataFrame(rows, columns=["module", "difference", "range", "reason"])

@@ -1,0 +1,288 @@
+"""How one attention module is read, found in a twin and valid for a model of any size of its class.
+
+A rule names parameters and settings; numbers of heads are counted in the model that is read. Heads are as wide in the
+model as in its twin.
+
+Legend: G key heads, R query heads for each, K head width.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from locater.errors import LocaterError
+from locater.models.attention import Alibi, Attention, Norm, PositionBias, Projection, RelativeBias, TableBias
+from locater.models.families._parts import projection
+from locater.models.registry import Site, Tensors
+from locater.models.rope import Rope
+
+__all__ = ["BiasRule", "Factor", "Heads", "Layout", "NormRule", "RopeRule", "Rule", "Side", "Unread", "setting"]
+
+_EPS = ("eps", "variance_epsilon", "epsilon", "norm_eps")
+_CROSS = re.compile(r"cross|encoder_attn|EncDec|multihead_attn|x_attn", re.IGNORECASE)
+
+
+class Unread(LocaterError):  # noqa: N818  what it says is the reason
+    """What of an attention module is not understood."""
+
+
+class Heads(NamedTuple):
+    groups: int
+    shared: int
+    width: int
+
+
+def setting(site: Site, name: str) -> Any:
+    """An attribute of the module, or of its configuration."""
+    found = getattr(site.module, name, None)
+    return site.config.get(name) if found is None else found
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which outputs of a layer are whose, counted in widths of a head; (a, b) stands for a + b·R.
+
+    "together": the outputs of all heads of this side follow one another, and begin at G·first. "by group": those of a
+    key head, of all sides, are `step`; this side's begin at `first`. "by head": the same for every query head.
+    """
+
+    kind: str
+    first: tuple[int, int]
+    step: tuple[int, int] = (0, 0)
+
+    def rows(self, x: Tensor, heads: Heads, each: int) -> Tensor:
+        """(G, each, K, …) of (outputs, …): a view."""
+        groups, shared, width = heads
+        first, step = (a + b * shared for a, b in (self.first, self.step))
+        blocks = x.unflatten(0, (-1, width))
+        if self.kind == "together":
+            return blocks[groups * first : groups * (first + each)].unflatten(0, (groups, each))
+        if self.kind == "by group":
+            return blocks[: groups * step].unflatten(0, (groups, step))[:, first : first + each]
+        return blocks[: groups * each * step].unflatten(0, (groups, each, step))[:, :, first]
+
+
+@dataclass(frozen=True)
+class NormRule:
+    gain: str | None = None
+    bias: str | None = None
+    centred: bool = False
+    base: float = 0.0
+    joint: bool = False
+    after_rope: bool = False
+    eps: float = 1e-6  # where no module has it
+
+    def read(self, site: Site, heads: tuple[int, int, int] | None = None) -> Norm:
+        """`heads`: (G, R or 1, K) of queries or keys."""
+
+        def shaped(name: str | None) -> Tensor | None:
+            if name is None:
+                return None
+            x = site.named(name)
+            return x if heads is None or x.numel() == heads[2] else x.view(*heads[:2], 1, heads[2])
+
+        owner = None if self.gain is None else site.part(self.gain.rpartition(".")[0])
+        eps = next((getattr(owner, name) for name in _EPS if isinstance(getattr(owner, name, None), float)), self.eps)
+        stored, bias = shaped(self.gain), shaped(self.bias)
+        return Norm(stored, eps, self.centred, bias, self.base, self.joint, self.after_rope)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Queries, or keys."""
+
+    weight: str
+    bias: str | None
+    transposed: bool
+    layout: Layout
+    blocks: int  # widths of a head among the outputs of the twin's layer
+    norm: NormRule | None = None
+
+    def projection(self, site: Site, heads: Heads, each: int) -> Projection:
+        def rows(x: Tensor) -> Tensor:
+            return self.layout.rows(x, heads, each)
+
+        layer, _, name = self.weight.rpartition(".")
+        if name == "weight" and self.bias in (None, f"{layer}.bias"):
+            around = replace(site, name=site.prefix.removesuffix("."), module=site.model)
+            return projection(around, layer, rows, transposed=self.transposed)
+        bias = None if self.bias is None else site.named(self.bias)
+        return Projection(site.named(self.weight), lambda x: rows(x.mT if self.transposed else x), bias, rows)
+
+    def outputs(self, site: Site) -> int:
+        """How many widths of a head the layer makes."""
+        layer = self.weight.removesuffix("weight")
+        adapted = site.tensors.get(f"{site.prefix}{layer}base_layer.weight")
+        shape = (site.named(self.weight) if adapted is None else adapted).shape
+        return int(shape[1 if self.transposed else 0])
+
+
+@dataclass(frozen=True)
+class RopeRule:
+    interleaved: bool
+    pairs: int
+    source: str | None = None  # the buffer that has the frequencies
+    frequencies: Tensor | None = None  # in the twin
+    on_a_line: bool = True
+
+    def read(self, site: Site) -> Rope:
+        owner, _, name = (self.source or "").rpartition(".")
+        module: Any = site.part(owner) if self.source else None
+        if module is not None and getattr(module, name).is_meta:  # of a skeleton: buffers are not stored
+            module = type(module)(module.config) if hasattr(module, "config") else None
+        if module is None:
+            known = torch.zeros(self.pairs) if self.frequencies is None else self.frequencies
+            return Rope(known.double(), self.interleaved, on_a_line=self.on_a_line)
+        prefix = name.removesuffix("inv_freq")
+        gain = getattr(module, f"{prefix}attention_scaling", 1.0)
+        rest = getattr(module, f"{prefix}original_inv_freq", None)
+        rest = getattr(module, name) if rest is None else rest
+        frequencies = rest[: self.pairs].double().cpu()
+        return Rope(frequencies, self.interleaved, gain, _stretched(module, prefix.rstrip("_") or None, frequencies))
+
+
+def _stretched(module: Any, layer_type: str | None, rest: Tensor) -> Callable[[int], Tensor] | None:
+    """Frequencies by the length of a text, where they change with it."""
+    kind = getattr(module, "rope_type", None)
+    kind = kind.get(layer_type) if isinstance(kind, dict) else kind
+    if not isinstance(kind, str) or not ("dynamic" in kind or kind == "longrope"):
+        return None
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = module.config.rope_parameters
+    parameters = parameters if layer_type is None else parameters[layer_type]
+    original = parameters.get("original_max_position_embeddings") or module.original_max_seq_len
+    limit = original if kind == "longrope" else module.original_max_seq_len
+    more = {} if layer_type is None else {"layer_type": layer_type}
+
+    def at(length: int) -> Tensor:
+        if length <= limit:
+            return rest
+        size = original + 1 if kind == "longrope" else length
+        frequencies, _ = ROPE_INIT_FUNCTIONS[kind](module.config, torch.device("cpu"), seq_len=size, **more)
+        return frequencies[: len(rest)].double()
+
+    return at
+
+
+@dataclass(frozen=True)
+class Factor:
+    """K^width_power · setting^power."""
+
+    width_power: float
+    setting: str | None = None
+    power: float = 1.0
+    by_layer: bool = False  # divided by the layer's number, from 1
+
+    def value(self, site: Site, width: int) -> float | None:
+        found = width**self.width_power / (site.layer + 1 if self.by_layer else 1)
+        if self.setting is None:
+            return float(found)
+        given = setting(site, self.setting)
+        if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
+            return None
+        return float(found * given**self.power)
+
+
+@dataclass(frozen=True)
+class BiasRule:
+    """Of position: ALiBi's slopes, T5's buckets, or a table of places in a window."""
+
+    kind: str
+    table: str = ""
+    scale: float = 1.0
+    bidirectional: bool = False
+    distance: str = ""
+    index: Tensor | None = None
+    rounded: bool = False
+
+    def read(self, site: Site, heads: int) -> PositionBias:
+        if self.kind == "alibi":
+            return Alibi.of(heads, rounded=self.rounded)
+        table = site.named(self.table)
+        if self.kind == "buckets":
+            return RelativeBias(table, self.bidirectional, int(setting(site, self.distance)))
+        assert self.index is not None
+        if len(table) <= int(self.index.max()):
+            raise Unread(f"{site.name}: {self.table} has {len(table)} rows, and that of its twin more")
+        return TableBias(table, self.index)
+
+
+class _Once:
+    """Loads every tensor once: a checkpoint's come from a disk or a server."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors, self._known = tensors, dict[str, Tensor | None]()
+
+    def get(self, name: str) -> Tensor | None:
+        if name not in self._known:
+            self._known[name] = self._tensors.get(name)
+        return self._known[name]
+
+
+@dataclass(frozen=True)
+class Rule:
+    module: str
+    query: Side
+    key: Side
+    heads: Heads  # of the twin
+    counts: tuple[str | None, str | None]  # settings that say how many query and key heads there are
+    factor: Factor
+    rope: RopeRule | None = None
+    softcap: str | None = None
+    bias: BiasRule | None = None
+    input_norm: NormRule | None = None
+    kind: str = "self"
+    number: int = -1  # which of the numbers in the module's name is its layer's
+    layers: tuple[int, ...] = ()  # that use the module, where several do
+
+    def read(self, site: Site) -> Attention:
+        site = replace(site, tensors=_Once(site.tensors))
+        heads = self._heads(site)
+        groups, shared, width = heads
+        query_norm, key_norm = (
+            None if side.norm is None else side.norm.read(site, (groups, each, width))
+            for side, each in ((self.query, shared), (self.key, 1))
+        )
+        factor = self.factor.value(site, width)
+        if factor is None:
+            raise Unread(f"{site.name}: {self.factor.setting} is no positive number")
+        return site.attention(
+            self.query.projection(site, heads, shared),
+            self.key.projection(site, heads, 1),
+            scale=factor,
+            kind="cross" if _CROSS.search(self.module) else self.kind,
+            rope=None if self.rope is None else self.rope.read(site),
+            query_norm=query_norm,
+            key_norm=key_norm,
+            softcap=None if self.softcap is None else float(setting(site, self.softcap)),
+            position_bias=None if self.bias is None else self.bias.read(site, groups * shared),
+            bias_scale=1.0 if self.bias is None else self.bias.scale,
+            input_norm=None if self.input_norm is None else self.input_norm.read(site),
+            layer=self.layers[0] if self.layers else site.numbers[self.number] if site.numbers else 0,
+            layers=self.layers,
+        )
+
+    def _heads(self, site: Site) -> Heads:
+        """By the layers' sizes, where those follow from the number of heads; else by the names of settings."""
+        groups, shared, width = self.heads
+        total, keys = (None if name is None else setting(site, name) for name in self.counts)
+
+        def counted(side: Side, mine: int) -> int | None:
+            outputs = side.outputs(site)
+            if outputs % width:
+                raise Unread(f"{site.name}: {side.weight} has {outputs} outputs, which are no heads of {width}")
+            follows = side.blocks == mine or side.layout.kind == "by head" or shared == 1
+            return outputs // width * mine // side.blocks if follows else None
+
+        total = counted(self.query, groups * shared) or total
+        keys = counted(self.key, groups) or keys or total
+        if not isinstance(total, int) or not isinstance(keys, int) or keys < 1 or total % keys:
+            raise Unread(f"{site.name}: {total} query heads cannot share {keys} key heads")
+        return Heads(keys, total // keys, width)
