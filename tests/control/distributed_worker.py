@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from locater import LocAteR, observe
+from locater import LocAteR, observe, scan
 from locater.control import DecoupledLocAteR
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
@@ -66,7 +66,9 @@ def trained(layout: str, family: str, how: str) -> dict[str, object]:
     reg = train(laid_out(model, layout), mine, how)
     rows = [None] * dist.get_world_size()
     dist.all_gather_object(rows, observed(model) if layout == "tensor" else [])
-    return {"model": whole_weights(model), "measured": reg.measure(), "rows": rows}
+    scans = [None] * dist.get_world_size()
+    dist.all_gather_object(scans, scan(model, fold_norm=True)[["scale", "trace"]].to_numpy().tolist())
+    return {"model": whole_weights(model), "measured": reg.measure(), "rows": rows, "scans": scans}
 
 
 if __name__ == "__main__":

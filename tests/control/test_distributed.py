@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from distributed_worker import CASES, build, observed, train
+
+from locater import scan
 
 WORKER = Path(__file__).parent / "distributed_worker.py"
 
@@ -46,6 +49,9 @@ def test_two_ranks_make_the_same_update_as_one_process(tmp_path):
             torch.testing.assert_close(found, value, rtol=1e-6, atol=1e-6, msg=lambda m, w=where: f"{w}: {m}")
             moved = max(moved, (value - fresh[name]).abs().max().item())
         assert moved > 1e-2  # training did something
+        table = scan(alone, fold_norm=True)[["scale", "trace"]].to_numpy()
+        for found in saved[case]["scans"]:  # of sharded weights every rank scans the whole
+            np.testing.assert_allclose(found, table, rtol=1e-5, atol=1e-5)
         if layout == "tensor":
             assert_rows_are_those_of_one_process(saved[case]["rows"], observed(alone))
 

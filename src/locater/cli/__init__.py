@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
             code = _STOPPED
         else:
             with suppress(OSError):
-                print(f"locater: {message}", file=sys.stderr)
+                print(f"locater: {message}", *getattr(error, "__notes__", ()), sep="\n\n", file=sys.stderr)
     if code in (_STOPPED, _TERMINATED):
         print("locater: stopped", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from traceback import extract_tb
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +15,7 @@ from rich.box import SIMPLE_HEAD
 
 from locater.cli import _terminal as terminal
 from locater.cli._terminal import JsonOption, RevisionOption
-from locater.errors import LocaterError
+from locater.errors import LocaterError, reason
 from locater.io import writable_folder, write_file
 
 if TYPE_CHECKING:
@@ -37,6 +40,10 @@ def scan_command(
     layers: Annotated[
         str | None, typer.Option(metavar="LIST", help="Only these, as 0,5,10-12; no weights of others are read.")
     ] = None,
+    reader: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.py", help="A file of yours that registers a family; it is run."),
+    ] = None,
     tokens: Annotated[int, typer.Option(help="T of both regimes: softmax's, and the shape of ρ.")] = 64,
     top: Annotated[int, typer.Option(min=1, help="How many heads to show.")] = 20,
     csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the whole table.")] = None,
@@ -49,21 +56,29 @@ def scan_command(
     for a random walk of T tokens.
     """
     from locater.figures import draw_scan
-    from locater.models import Scan, scan
+    from locater.models import Scan
     from locater.models.checkpoint import open_checkpoint
+    from locater.models.scan import table_of
+    from locater.models.spectrum import find
+    from locater.models.unread import in_words
 
     if plot is not None:
         writable_folder(plot)
     terminal.check_file(csv)
     terminal.check_file(json_file)
+    if reader is not None:
+        _run(reader)
     checkpoint = open_checkpoint(model, revision=revision)
-    options: dict[str, Any] = {"offset": offset, "average_offsets": average_offsets}
-    options |= {"fold_norm": fold_norm, "tokens": tokens, "layers": None if layers is None else _numbers(layers)}
+    asked: dict[str, Any] = {"offset": offset, "average_offsets": average_offsets, "fold_norm": fold_norm}
+    asked["layers"] = None if layers is None else _numbers(layers)
     with terminal.progress("scanning") as show:
-        options["progress"] = _watched(checkpoint, options["layers"], show)
+        watch = _watched(checkpoint, asked["layers"], show)
         with_eigenvalues = plot is not None or json_file is not None  # they take longer than the rest
-        made = Scan.of(checkpoint, name=model, **options) if with_eigenvalues else None
-        table = scan(checkpoint, **options) if made is None else made.table
+        made = Scan.of(checkpoint, name=model, **asked, tokens=tokens, progress=watch) if with_eigenvalues else None
+        if made is None:
+            table = table_of(find(checkpoint, **asked), tokens, lambda each: watch(each.attention))
+        else:
+            table = made.table
         written = draw_scan(made, plot) if made and plot else []
     if csv is not None:
         write_file(csv, table.to_csv(index=False).encode())
@@ -78,6 +93,7 @@ def scan_command(
         f"attention_regime, softmax over {tokens} independent tokens of variance 1{gain}: "
         + _counts(table["attention_regime"]),
         f"regime, the shape of the paper's ρ over a random walk of {tokens} tokens: {_counts(table['regime'])}",
+        *in_words(table.attrs["unread"]),
     ]
     if checkpoint.traffic is not None:
         lines.insert(0, "fetched {} of {}".format(*map(_bytes, checkpoint.traffic())))
@@ -96,7 +112,28 @@ def scan_command(
 
 
 def _counts(names: pd.Series[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in names.value_counts().items())
+    return ", ".join(f"{count} {name}" for name, count in names.value_counts().items() if name) or "none"
+
+
+def _run(file: Path) -> None:
+    """Runs a file of the user's, which may import others beside it."""
+    if not file.is_file():
+        raise LocaterError(f"--reader takes a Python file, and {file} is none")
+    module = ModuleType("locater_reader")
+    module.__file__ = str(file)
+    sys.modules[module.__name__] = module
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        exec(compile(file.read_bytes(), file, "exec"), vars(module))
+    except LocaterError:
+        raise
+    except (Exception, SystemExit) as error:  # it is anyone's code
+        lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(file)]
+        line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
+        where = file if line is None else f"line {line} of {file}"
+        raise LocaterError(f"--reader: {where} fails: {type(error).__name__} {reason(error)}") from error
+    finally:
+        sys.path.pop(0)
 
 
 def _numbers(text: str) -> set[int]:

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from locater.errors import LocaterError
 from locater.models import Attention, Projection
+from locater.models.spectrum import gathered as gathered
+from locater.models.spectrum import is_sharded as is_sharded
 
 
 def projections(attention: Attention) -> list[Projection]:
@@ -32,18 +34,6 @@ def refuse_computed(known: Sequence[Attention], name: str, *, arranged: bool = F
 
 
 # ---------------------------------------------------------------------- sharded parameters (FSDP2, tensor parallelism)
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    return hasattr(tensor, "placements") and hasattr(tensor, "full_tensor")
-
-
-def gathered(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank; itself where it is not sharded."""
-    if not is_sharded(tensor):
-        return tensor
-    whole: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
-    return whole
 
 
 def gathered_attention(attention: Attention) -> Attention:

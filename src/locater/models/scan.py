@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from locater.errors import LocaterError
 from locater.io import nulled
 from locater.models.attention import Attention
-from locater.models.registry import attentions
+from locater.models.spectrum import Found, Spectra, find, spectra
+from locater.models.unread import warn_unread
 from locater.qk import QK
 from locater.theory import TokenProcess, independent_regimes, regime
 from locater.theory.rho import gaussian_rho
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from locater.models.checkpoint import Checkpoint
 
-__all__ = ["Scan", "Spectra", "scan", "spectra"]
+__all__ = ["Scan", "Spectra", "scan", "spectra", "table_of"]
 
 # what a file of a scan holds: type, the words for it, names
 _ASKED: tuple[tuple[Any, str, str], ...] = (
@@ -58,83 +59,6 @@ _OF_TRACE = (
 _NOT_THERE: dict[str, Any] = {"attention_regime": "", "attention_entropy": None}
 
 
-@dataclass(frozen=True)
-class Spectra:
-    """One attention module's heads: W_QK (G, R) as it was asked for, in float64."""
-
-    attention: Attention
-    qk: QK
-
-    def eigenvalues(self) -> Tensor:
-        """(heads, d_head), complex; one NaN a head where W_QK has none."""
-        if not self.qk.square:
-            return torch.full((self.qk.shape.numel(), 1), torch.nan, dtype=torch.complex128)
-        return self.qk.eigenvalues().flatten(0, 1)
-
-
-def spectra(
-    model_or_path: nn.Module | str | Path | Checkpoint,
-    *,
-    covariance: Tensor | Mapping[str, Tensor] | None = None,
-    offset: float = 0.0,
-    average_offsets: int | None = None,
-    fold_norm: bool = False,
-    layers: Collection[int] | None = None,
-) -> Iterator[Spectra]:
-    """W_QK of every attention module, one at a time; the arguments are those of `scan`."""
-    if not abs(offset) < float("inf"):
-        raise LocaterError(f"offset must be a finite number, got {offset}")
-    if average_offsets is not None and (not isinstance(average_offsets, int) or average_offsets < 1 or offset != 0):
-        raise LocaterError("average_offsets must be a positive whole number, and offset 0 with it")
-    modules: Iterable[Attention]
-    if isinstance(model_or_path, nn.Module):
-        modules = attentions(model_or_path)
-    else:
-        from locater.models.checkpoint import Checkpoint, open_checkpoint
-        from locater.models.hub import ahead
-
-        stored = model_or_path if isinstance(model_or_path, Checkpoint) else open_checkpoint(model_or_path)
-        modules = stored.attentions(layers)
-        if stored.traffic is not None:  # from the hub, where a request takes as long as a spectrum
-            modules = ahead(modules)
-    with torch.no_grad():
-        for attention in modules:
-            uses = [use for use in attention.per_layer() if layers is None or use.layer in layers]
-            if not uses:
-                continue
-            fold = fold_norm and attention.input_norm is not None
-            if average_offsets is None:
-                qk = attention.qk_at(offset, fold_norm=fold)
-            else:
-                qk = attention.qk_mean(average_offsets, fold_norm=fold)
-            if not (torch.isfinite(qk.w_q).all() and torch.isfinite(qk.w_k).all()):
-                raise LocaterError(f"{attention.module} has NaN or infinite weights; its spectrum does not exist")
-            qk = QK(qk.w_q.double(), qk.w_k.double(), one_input=attention.one_input)
-            qk = _through(qk, attention.module, covariance)
-            yield from (Spectra(use, qk) for use in uses)
-            del attention, uses, qk  # before the next one is made
-
-
-def _through(qk: QK, module: str, covariance: Tensor | Mapping[str, Tensor] | None) -> QK:
-    """W_QK seen through Σ^½ on both sides: the invariants of W = W_QK Σ."""
-    sigma = covariance.get(module) if isinstance(covariance, Mapping) else covariance
-    if sigma is None:
-        if covariance is not None:
-            raise LocaterError(f"the covariances name no module {module}")
-        return qk
-    if not qk.square:
-        raise LocaterError(f"queries and keys of {module} are made of different states; one covariance is not of both")
-    if tuple(sigma.shape) != (qk.d_model, qk.d_model):
-        raise LocaterError(
-            f"the covariance for {module} must be {qk.d_model} × {qk.d_model}, got shape {tuple(sigma.shape)}"
-        )
-    values, vectors = torch.linalg.eigh(sigma.to(qk.w_q))
-    if bool(values[0] < -1e-7 * values[-1]):
-        raise LocaterError(f"the covariance for {module} must be positive semidefinite, it has {values[0]:.6g}")
-    root = vectors * values.clamp(min=0).sqrt()
-    return QK(qk.w_q @ root, qk.w_k @ root)
-
-
 def scan(
     model_or_path: nn.Module | str | Path | Checkpoint,
     *,
@@ -148,7 +72,8 @@ def scan(
 ) -> pd.DataFrame:
     """A row for every query head of a live model, a checkpoint on disk, or a hub id (organisation/model@revision).
 
-    A module that several layers share has rows for each of them, under its name and the layer's number.
+    A module that several layers share has rows for each of them, under its name and the layer's number. A warning
+    says which attention modules are not read; `table.attrs["unread"]` has the reason for each.
 
     Args:
         offset: Under RoPE, the position of the key minus that of the query (0 or negative for causal attention).
@@ -178,8 +103,9 @@ def scan(
     rope, qk_norm, softcap: with QK-norm the logits do not grow with W_QK, and both regimes are of the raw weights.
     """
     asked: dict[str, Any] = {"offset": offset, "average_offsets": average_offsets, "fold_norm": fold_norm}
-    found = spectra(model_or_path, **asked, covariance=covariance, layers=layers)
-    return _table(found, tokens, lambda each: None if progress is None else progress(each.attention))
+    found = find(model_or_path, **asked, covariance=covariance, layers=layers)
+    warn_unread(found.unread, stacklevel=2)
+    return table_of(found, tokens, lambda each: None if progress is None else progress(each.attention))
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +119,7 @@ class Scan:
     average_offsets: int | None
     fold_norm: bool
     tokens: int
+    unread: dict[str, str] = field(default_factory=dict)  # attention modules without rows, and why
 
     @classmethod
     def of(
@@ -218,8 +145,8 @@ class Scan:
                 progress(each.attention)
 
         asked: dict[str, Any] = {"offset": offset, "average_offsets": average_offsets, "fold_norm": fold_norm}
-        found = spectra(model_or_path, **asked, layers=layers)
-        return cls(_table(found, tokens, keep), eigenvalues, name, **asked, tokens=tokens)
+        found = find(model_or_path, **asked, layers=layers)
+        return cls(table_of(found, tokens, keep), eigenvalues, name, **asked, tokens=tokens, unread=found.unread)
 
     @property
     def title(self) -> str:
@@ -235,7 +162,8 @@ class Scan:
         missing = [module for module, values in self.eigenvalues.items() if np.isnan(values).any()]
         pairs |= {module: nulled(pairs[module]) for module in missing}
         asked = {name: getattr(self, name) for _, _, name in _ASKED}
-        return {**asked, "heads": nulled(self.table.to_dict("records")), "eigenvalues": pairs}
+        heads = nulled(self.table.to_dict("records"))
+        return {**asked, "unread": dict(self.unread), "heads": heads, "eigenvalues": pairs}
 
     @staticmethod
     def recognises(value: Any) -> bool:
@@ -246,7 +174,7 @@ class Scan:
 
     @classmethod
     def from_json(cls, value: Any) -> Scan:
-        """What `to_json` gave; files of the first versions have no eigenvalues and no `attention_*`."""
+        """What `to_json` gave; files of the first versions have no eigenvalues, no `attention_*` and no `unread`."""
         import pandas as pd
 
         if not cls.recognises(value):
@@ -263,7 +191,8 @@ class Scan:
         for number in np.flatnonzero(table["head"] != expected).tolist():
             raise LocaterError(f"head of row {number + 1} must be {expected[number]}, got {table['head'][number]}")
         eigenvalues = _read_eigenvalues(value.get("eigenvalues"), table)
-        return cls(table, eigenvalues, **{name: value[name] for _, _, name in _ASKED})
+        table.attrs["unread"] = unread = _read_unread(value.get("unread"))
+        return cls(table, eigenvalues, **{name: value[name] for _, _, name in _ASKED}, unread=unread)
 
 
 def _check(values: Any, kinds: tuple[tuple[Any, str, str], ...], where: str) -> None:
@@ -274,6 +203,12 @@ def _check(values: Any, kinds: tuple[tuple[Any, str, str], ...], where: str) -> 
             value = values[name]
             if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
                 raise LocaterError(f"{name} of {where} must be {words}, got {value!r:.60}")
+
+
+def _read_unread(value: Any) -> dict[str, str]:
+    if value is not None and not (isinstance(value, dict) and all(isinstance(why, str) for why in value.values())):
+        raise LocaterError(f"unread of the scan must be reasons by module, got {value!r:.60}")
+    return dict(value or {})
 
 
 def _read_eigenvalues(value: Any, table: pd.DataFrame) -> dict[str, NDArray[np.complex128]]:
@@ -289,19 +224,21 @@ def _read_eigenvalues(value: Any, table: pd.DataFrame) -> dict[str, NDArray[np.c
     return made
 
 
-def _table(found: Iterable[Spectra], tokens: int, watch: Callable[[Spectra], None]) -> pd.DataFrame:
-    """The rows of all modules; `watch` sees each module once it is done."""
+def table_of(found: Found, tokens: int, watch: Callable[[Spectra], None]) -> pd.DataFrame:
+    """The rows of all modules, and in its `attrs` those without; `watch` sees each module once it is done."""
     import pandas as pd
 
     process = TokenProcess.random_walk(tokens)
     frames = []
-    for spectrum in found:
+    for spectrum in found.spectra:
         frames.append(pd.DataFrame(_rows(spectrum, process)))
         watch(spectrum)
         del spectrum  # before the next one is made
     if not frames:
         raise LocaterError("no attention module is in the layers that were asked for")
-    return pd.concat(frames, ignore_index=True)
+    table = pd.concat(frames, ignore_index=True)
+    table.attrs["unread"] = found.unread
+    return table
 
 
 def _rows(spectrum: Spectra, process: TokenProcess) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from locater.errors import LocaterError
 from locater.models import Scan
+from locater.models.unread import in_words
 from locater.pages.report._find import Found
 from locater.pages.report._numbers import chosen, number, packed, rounded, short
 
@@ -28,6 +29,8 @@ def scan_section(found: Found, detail: float) -> dict[str, Any]:
     table, rows = scan.table, found.content["heads"]
     modules, index_of = modules_of(rows)
     notes = list(found.notes)
+    if scan.unread:
+        notes.append(short("; ".join(in_words(scan.unread))))
     if not table["attention_regime"].any():
         notes.append("no attention regime in this file: scan again with this version")
     return {
