@@ -12,14 +12,36 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from locater.errors import LocaterError
-from locater.models import Attention, Projection
+from locater.models import Attention, Projection, attentions
 from locater.models.spectrum import gathered as gathered
 from locater.models.spectrum import is_sharded as is_sharded
+from locater.names import plain_name
 
 
 def projections(attention: Attention) -> list[Projection]:
     """W_Q and W_K; W_QK alone where a model trains that itself."""
     return [attention.key] if attention.query is None else [attention.query, attention.key]
+
+
+def attentions_with_weights(model: nn.Module, name: str) -> list[Attention]:
+    """The attention modules of a model that a method is to act on; refused where their weights are no numbers yet, or
+    numbers with scales elsewhere."""
+    known = attentions(model)
+    for attention in known:
+        for tensor in (tensor for projection in projections(attention) for tensor in projection.tensors):
+            library, where = type(tensor).__module__.partition(".")[0], plain_name(attention.module)
+            if tensor.is_meta:
+                raise LocaterError(
+                    f"the query and key weights of {where} are on the meta device and have no values; "
+                    f"{name} comes after the weights are loaded"
+                )
+            if library in ("torchao", "bitsandbytes") or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+                kind = str(tensor.dtype) if library == "torch" else f"{library}'s {type(tensor).__name__}"
+                raise LocaterError(
+                    f"the query and key weights of {where} are {kind}, whose values {name} cannot read; "
+                    "train the model it was made from"
+                )
+    return known
 
 
 def refuse_computed(known: Sequence[Attention], name: str, *, arranged: bool = False) -> None:

@@ -24,9 +24,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from locater.control._groups import Groups
-from locater.control._parameters import HeldBy, projections, unwrapped
+from locater.control._parameters import HeldBy, attentions_with_weights, projections, unwrapped
 from locater.errors import LocaterError
-from locater.models import Attention, attentions
+from locater.models import Attention
+from locater.names import plain_name
 from locater.qk import QK
 
 __all__ = ["Applied", "Installed", "LocAteRForm", "Method", "Regulariser", "Schedule", "applied", "around_step"]
@@ -253,7 +254,7 @@ class Regulariser(ABC):
     def __init__(self, model: nn.Module, schedule: Schedule | None) -> None:
         self._clock = Clock(schedule)
         self._model = model
-        self.attentions: list[Attention] = attentions(model)
+        self.attentions: list[Attention] = attentions_with_weights(model, type(self).__name__)
         self._tensors = [tensor for each in self.attentions for one in projections(each) for tensor in one.tensors]
         self._attached: dict[int, Applied] = {}
 
@@ -308,7 +309,9 @@ class Regulariser(ABC):
 def traces(module: str, qk: QK) -> dict[str, float]:
     """Trace, where there is one, and scale averaged over the heads of a module: for logs."""
     values = {"trace": qk.trace()} if qk.square else {}
-    return {f"{module}/{name}": float(value.mean()) for name, value in (values | {"scale": qk.scale()}).items()}
+    return {
+        f"{plain_name(module)}/{name}": float(value.mean()) for name, value in (values | {"scale": qk.scale()}).items()
+    }
 
 
 class LocAteRForm(Method):

@@ -21,6 +21,7 @@ from locater.control.apply import LocAteRForm, Regulariser, Schedule, around_ste
 from locater.control.heads import read_heads, write_heads
 from locater.control.rules.decoupled import VERSION, Decoupled, baseline_scale
 from locater.errors import LocaterError
+from locater.names import plain_name
 
 __all__ = ["DecoupledLocAteR", "DecoupledLocAteRMethod"]
 
@@ -75,7 +76,7 @@ class DecoupledLocAteR(Regulariser):
         refuse_computed(self.attentions, "DecoupledLocAteR")
         self._groups = Groups(self.attentions, Group)
         # (G, R, 2)
-        self._initial = {one.module: self.rule.start(read_heads([one]))[0] for one in self.attentions}
+        self._initial = {plain_name(one.module): self.rule.start(read_heads([one]))[0] for one in self.attentions}
 
     @property
     def target(self) -> float | None:
@@ -112,7 +113,7 @@ class DecoupledLocAteR(Regulariser):
             )
             for members in group.stacks() if any(trained) else ():
                 heads = read_heads(members, trained, biases_trained)
-                initial = torch.stack([self._initial[member.module].to(heads.qk.w_q) for member in members])
+                initial = torch.stack([self._initial[plain_name(member.module)].to(heads.qk.w_q) for member in members])
                 q, k = (heads.qk.w_q.new_zeros(1, 1, 1) + rate for rate in own)
                 pair = (q, q) if group.rates[0] == group.rates[1] else (q, k)
                 new = self.rule.step(heads, initial, self.step + 1, pair, self.strength, factor)
@@ -139,8 +140,9 @@ class DecoupledLocAteR(Regulariser):
         for attention in self.attentions:
             heads = read_heads([attention])
             values |= traces(attention.module, heads.qk)
-            baseline = baseline_scale(self._initial[attention.module].to(heads.qk.w_q), attention.scale, self.step)
-            values[f"{attention.module}/growth"] = float((self.rule.start(heads)[0] / baseline).amax(-1).mean())
+            name = plain_name(attention.module)
+            baseline = baseline_scale(self._initial[name].to(heads.qk.w_q), attention.scale, self.step)
+            values[f"{name}/growth"] = float((self.rule.start(heads)[0] / baseline).amax(-1).mean())
         return values
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,6 +165,8 @@ class DecoupledLocAteR(Regulariser):
         if missing:
             raise LocaterError(f"{wrong}: it lacks {', '.join(sorted(missing))}")
         initial = state["initial"]
+        if isinstance(initial, dict):  # earlier versions named the modules of a compiled model otherwise
+            initial = {plain_name(str(name)): value for name, value in initial.items()}
         if not isinstance(initial, dict) or initial.keys() != self._initial.keys():
             raise LocaterError(f"{wrong}: its modules are others")
         try:

@@ -17,13 +17,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from locater.control._numbers import checked_positive
-from locater.control._parameters import held_by, is_sharded, refuse_computed, scale_projection_
+from locater.control._parameters import (
+    attentions_with_weights,
+    held_by,
+    is_sharded,
+    refuse_computed,
+    scale_projection_,
+)
 from locater.control.apply import Installed, Method, around_step
 from locater.control.rules.qk_clip import clip_factors
 from locater.errors import LocaterError
 from locater.hooks import Call, Intercepted, Interceptor, attention_sites, in_backward, intercept, visible
 from locater.measure import attention_statistics
-from locater.models import Attention, attentions
+from locater.models import Attention
+from locater.names import plain_name
 
 __all__ = ["QKClip"]
 
@@ -56,9 +63,9 @@ class QKClip(Method):
 
     def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
         optimizer = self._optimizer(optimizer)
-        known, held = attentions(model), held_by(optimizer)
+        known, held = attentions_with_weights(model, self.name), held_by(optimizer)
         refuse_computed(known, self.name, arranged=True)
-        heads = {attention.module: _Largest.of(attention, held) for attention in known}
+        heads = {plain_name(attention.module): _Largest.of(attention, held) for attention in known}
         by_module: dict[int, _Largest] = {}
 
         def wants(module: nn.Module) -> bool:
@@ -73,7 +80,7 @@ class QKClip(Method):
         for place in found:
             if place.name in heads:
                 by_module[id(place.module)] = heads[place.name]
-        not_hooked = sorted(heads.keys() - {one.attention.module for one in by_module.values()})
+        not_hooked = sorted(heads.keys() - {plain_name(one.attention.module) for one in by_module.values()})
         if not_hooked:
             raise LocaterError(
                 f"QK-clip cannot intercept the logits of {not_hooked[0]}: its attention is computed elsewhere"
@@ -84,7 +91,7 @@ class QKClip(Method):
         def measure() -> dict[str, float]:
             return {f"{name}/max_logit": float(one.clipped_at.max()) for name, one in heads.items()}
 
-        return Installed([model.get_submodule(name) for name in heads], measure=measure)
+        return Installed([model.get_submodule(attention.module) for attention in known], measure=measure)
 
     @torch.no_grad()
     def _clip(self, heads: list[_Largest]) -> None:

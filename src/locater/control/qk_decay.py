@@ -15,11 +15,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from locater.control._numbers import checked_strength
-from locater.control._parameters import add_part_, held_by, projections, refuse_computed, scale_projection_
+from locater.control._parameters import (
+    add_part_,
+    attentions_with_weights,
+    held_by,
+    projections,
+    refuse_computed,
+    scale_projection_,
+)
 from locater.control.apply import Installed, Method, around_step
 from locater.control.rules.decay import decay_factor
 from locater.errors import LocaterError
-from locater.models import Projection, attentions
+from locater.models import Projection
 
 __all__ = ["QKDecay"]
 
@@ -45,7 +52,7 @@ class QKDecay(Method):
 
     def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
         optimizer = self._optimizer(optimizer)
-        known, held = attentions(model), held_by(optimizer)
+        known, held = attentions_with_weights(model, self.name), held_by(optimizer)
         refuse_computed(known, self.name, arranged=True)
         parts: dict[tuple[int, str], Projection] = {}  # a parameter that modules share is decayed once
         for attention in known:

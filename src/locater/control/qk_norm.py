@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from locater.control._numbers import checked_positive, checked_strength
-from locater.control._parameters import add_group, owner_of, refuse_computed, refuse_wrapped
+from locater.control._parameters import add_group, attentions_with_weights, owner_of, refuse_computed, refuse_wrapped
 from locater.control.apply import Installed, Method
 from locater.control.rules.qk_norm import EPS, normalised
 from locater.errors import LocaterError
-from locater.models import Attention, Projection, attentions
+from locater.models import Attention, Projection
 
 __all__ = ["QKNorm"]
 
@@ -44,7 +44,7 @@ class QKNorm(Method):
             raise LocaterError("initial_gain is that of learned gains, which gain=False leaves out")
 
     def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
-        known = attentions(model)
+        known = attentions_with_weights(model, self.name)
         refuse_computed(known, self.name)
         plans = [list(_plan(model, attention)) for attention in known]  # all are checked before one is changed
         if self.gain:

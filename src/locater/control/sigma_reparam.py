@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from locater.control._parameters import (
     add_group,
+    attentions_with_weights,
     gathered,
     owner_of,
     projections,
@@ -29,7 +30,8 @@ from locater.control.apply import Installed, Method
 from locater.control.rules.sigma_reparam import first_singular_vectors, power_iteration, row_factors, spectral_norms
 from locater.errors import LocaterError
 from locater.hooks import in_backward
-from locater.models import Attention, attentions
+from locater.models import Attention
+from locater.names import plain_name
 
 __all__ = ["SigmaReparam"]
 
@@ -69,7 +71,7 @@ class SigmaReparam(Method):
 
     def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
         _refuse_parametrized(model)
-        known = attentions(model)
+        known = attentions_with_weights(model, self.name)
         refuse_computed(known, self.name)
         refuse_wrapped(model, known, self.name)
         if self.where == "qk":
@@ -93,7 +95,7 @@ class SigmaReparam(Method):
 
         def measure() -> dict[str, float]:
             return {
-                f"{target.path}/gamma{f'.{index}' if gamma.numel() > 1 else ''}": float(value)
+                f"{plain_name(target.path)}/gamma{f'.{index}' if gamma.numel() > 1 else ''}": float(value)
                 for target, gamma in zip(targets, gammas, strict=True)
                 for index, value in enumerate(gathered(gamma.detach()))
             }
