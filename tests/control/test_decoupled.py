@@ -404,6 +404,10 @@ class Projections(nn.Module):
         self.num_heads, self.scale = 2, 0.5
         self.q_proj, self.k_proj = nn.Linear(8, 8), nn.Linear(8, 8)
 
+    def forward(self, x):
+        q, k = (layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.q_proj, self.k_proj))
+        return (self.scale * q @ k.mT).softmax(-1)
+
 
 def test_no_two_modules_that_share_a_parameter_are_worked_on_at_once():
     """Sharing forms a chain: 0 and 1 have one W_K, 1 and 2 one W_Q."""
