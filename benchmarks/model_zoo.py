@@ -17,8 +17,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import io
 import json
 import math
+import re
 import signal
 import sys
 import tempfile
@@ -34,10 +36,13 @@ from torch.overrides import TorchFunctionMode
 from locater import LocAteR, observe, scan
 from locater.models import Alibi
 from locater.models import twin as twins
+from locater.models.checkpoint import open_checkpoint
 from locater.models.registry import is_pretrained, reading
 
 SECONDS = 300  # for a type
 CLOSE = 1e-4  # of the range of logits
+DEPTH = 8  # layers of each kind of stack: what differs between layers, differs among the first eight
+LAYERS = re.compile(r"^(num_(hidden_|encoder_|decoder_)?layers|n_layers?|(encoder|decoder)_layers|depth)$")
 # what a configuration's defaults leave out, and its model needs
 NEEDED = {
     "autoformer": {"prediction_length": 6}, "informer": {"prediction_length": 6},
@@ -100,14 +105,16 @@ def _flat(x):
 @torch.no_grad()
 def watch(model, part, given):
     """The softmaxes of one call of a part of the model, and the states that enter every module: the first time."""
-    mode, states = Softmaxes(model), {}
+    mode, states, angles = Softmaxes(model), {}, {}
 
     def begin(name):
-        def hook(module, args, kwargs):
+        def hook(_, args, kwargs):
             mode.stack.append(name)
             given = {n: x for n, x in kwargs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
             given |= {i: x for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.is_floating_point()}
+            turns = [x for x in (*args, *kwargs.values()) if isinstance(x, tuple) and len(x) == 2]
             states.setdefault(name, given)
+            angles.setdefault(name, next((x for x in turns if isinstance(x[0], torch.Tensor)), None))
 
         return hook
 
@@ -117,7 +124,7 @@ def watch(model, part, given):
             undo.callback(module.register_forward_hook(lambda *_: mode.stack.pop() and None, always_call=True).remove)
         with mode:
             part(**given)
-    return mode.seen, states
+    return mode.seen, states | {("angles", name): x for name, x in angles.items()}
 
 
 def run(model):
@@ -141,7 +148,7 @@ def states_of(attention, model, states):
     found = []
     for projection, made in ((attention.query, attention.query_input), (attention.key, attention.key_input)):
         owner = next(
-            (n for n, m in model.named_modules() if any(p is projection.tensor for p in m.parameters(recurse=False))), ""
+            (n for n, m in model.named_modules() if any(p is projection.tensor for p in m._parameters.values())), ""
         )
         given = states.get(owner, {})
         if made is not None:
@@ -168,14 +175,28 @@ def difference(attention, model, events, states):
         for a, b in orders:
             if a.shape[1] != tq or b.shape[1] != tk or len(a) != len(real):
                 continue
-            best = min(best, _off(attention, a, b, real, shifted))
+            for positions in _positions(attention, states.get(("angles", attention.module)), tq, tk):
+                best = min(best, _off(attention, a, b, real, shifted, positions))
+    if best == math.inf and attention.rope is not None and not attention.rope.on_a_line:
+        return math.nan  # the angles of its patches are not among its arguments
     return best
 
 
-def _off(attention, a, b, real, shifted):
-    if attention.rope is not None and not attention.rope.on_a_line:
-        return math.nan  # its angles are the image's; the proof measures them
-    rebuilt = attention.logits(a, b)
+def _positions(attention, given, tq, tk):
+    """None; of the patches of an image, the angles of cos and sin that the module is given, in any layout."""
+    if attention.rope is None or attention.rope.on_a_line:
+        yield None
+    elif given is not None:
+        pairs = attention.rope.pairs
+        angle = torch.atan2(given[1], given[0]).flatten(0, -2).double()
+        for one in (angle[:, :pairs], angle[:, ::2]):
+            if one.shape[1] == pairs and len(one) <= min(tq, tk):
+                q, k = (torch.cat([one.new_zeros(t - len(one), pairs), one]) for t in (tq, tk))  # no patch: not rotated
+                yield from ((q, k), (-q, -k))
+
+
+def _off(attention, a, b, real, shifted, positions):
+    rebuilt = attention.logits(a, b, positions=positions)
     visible = real > real.amax(-1, keepdim=True) - 50
     if shifted or isinstance(attention.position_bias, Alibi):
         count = visible.sum(-1, keepdim=True).clamp(min=1)
@@ -184,14 +205,26 @@ def _off(attention, a, b, real, shifted):
     return float((rebuilt - real)[visible].abs().max() / (kept.max() - kept.min()))
 
 
-def built(kind):
+def shallow(config, depth):
+    """With at most so many layers; lists of something for each layer are cut as well."""
+    for part in twins.nodes(config):
+        counts = {n: v for n, v in vars(part).items() if LAYERS.search(n) and type(v) is int and v > depth}
+        for name, value in list(vars(part).items()):
+            if name in counts:
+                setattr(part, name, depth)
+            elif isinstance(value, list) and len(value) in counts.values():
+                setattr(part, name, value[:depth])
+    return config
+
+
+def built(kind, depth=DEPTH):
     import transformers
 
     config = transformers.AutoConfig.for_model(kind, **NEEDED.get(kind, {}))
     error = None
     for options in ({"groups": 4, "shared": 4}, {"groups": 2}, {"together": True}, {"groups": 0}):
         try:
-            small = twins.shrunk(config, **options)
+            small = shallow(twins.shrunk(config, **options), depth)
             small._attn_implementation = "eager"
             with torch.device("meta"):
                 size = sum(p.numel() for p in transformers.AutoModel.from_config(small).parameters())
@@ -207,10 +240,10 @@ def built(kind):
         raise error
 
 
-def examine(kind):
+def examine(kind, depth=DEPTH):
     began, best = time.time(), None
     try:
-        for model in built(kind):
+        for model in built(kind, depth):
             seen, states = run(model)
             if seen:
                 best = model, seen, states
@@ -247,29 +280,57 @@ def examine(kind):
             near = next((n for n in reversed(stack) if n in reasons), next((n for n in reasons if not n), None))
             result["unread"][stack[-1]] = reasons.get(near, "no reader") if near is not None else "no reader"
     if attentions and not result["wrong"]:
-        result |= agreements(model, attentions, seen)
+        result |= agreements(model, attentions)
     result["seconds"] = round(time.time() - began, 1)
     return result
 
 
-def agreements(model, attentions, seen):
-    """LocAteR = autograd, scan(live) = scan(saved); what they raise, where they do."""
+def agreements(model, attentions):
+    """LocAteR = autograd, scan(live) = scan(saved), observe = materialised; what they raise, where they do."""
     found = {}
-    with contextlib.suppress(StopIteration):
+    for name, check in (("gradient", _gradient), ("saved", _saved), ("entropy", _entropy)):
         try:
-            found["gradient"] = _gradient(model)
+            found[name] = check(model, attentions)
         except Exception as error:
-            found["gradient"] = f"{error!r:.200}"
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                model.save_pretrained(folder)
-                found["saved"] = _same(scan(model), scan(folder))
-        except Exception as error:
-            found["saved"] = f"{error!r:.200}"
+            found[name] = f"{error!r:.200}"
     return found
 
 
-def _gradient(model):
+def _saved(model, attentions):
+    """Names of all modules, numbers of the first and last."""
+    layers = {attentions[0].layer, attentions[-1].layer}
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        model.save_pretrained(folder)
+        names = [site.name for _, site in open_checkpoint(folder).reading().sites]
+        if names != [attention.module for attention in attentions]:
+            return f"other modules: {len(names)}, not {len(attentions)}"
+        live, saved = (scan(one, layers=layers) for one in (model, folder))
+    numbers = live.select_dtypes("number").columns
+    scale = live[numbers].abs().max().clip(lower=1e-30)
+    return float(((live[numbers] - saved[numbers]).abs() / scale).max().max())
+
+
+def _entropy(model, attentions):
+    """The largest difference of a head's mean entropy, in nats, over sequences without padding."""
+    given = next((one for one in twins.inputs(model) if "attention_mask" not in one), None)
+    if given is None:
+        return "no inputs"
+    with observe(model) as table:
+        seen, _ = watch(model, model, given)
+    found, worst, count = table.table(), 0.0, 0
+    for attention in attentions:
+        events = [x for stack, x, shifted in seen if attention.module in stack and not shifted]
+        rows = found[found["module"] == attention.module]
+        if len(events) != 1 or len(rows) != attention.heads:
+            continue
+        p = events[0].reshape(-1, attention.heads, *events[0].shape[-2:]).double().softmax(-1)
+        wanted = torch.special.entr(p).sum(-1).mean((0, 2))
+        worst, count = max(worst, float((wanted - torch.tensor(rows["entropy"].to_numpy())).abs().max())), count + 1
+    return worst if count else "nothing to compare"
+
+
+def _gradient(model, attentions):
+    del attentions
     for p in model.parameters():
         p.grad, p.requires_grad = None, True
     regulariser = LocAteR(model, scale_strength=0.3, mean_strength=0.7)
@@ -282,14 +343,6 @@ def _gradient(model):
     if wanted.keys() != made.keys():
         return f"other parameters: {sorted(wanted.keys() ^ made.keys())[:3]}"
     return max(float((wanted[n] - made[n]).abs().max() / wanted[n].abs().max().clamp(min=1e-30)) for n in wanted)
-
-
-def _same(live, saved):
-    if list(live["module"]) != list(saved["module"]):
-        return f"other rows: {len(live)} and {len(saved)}, {next(iter(set(live['module']) ^ set(saved['module'])), '')}"
-    numbers = live.select_dtypes("number").columns
-    scale = live[numbers].abs().max().clip(lower=1e-30)
-    return float(((live[numbers] - saved[numbers]).abs() / scale).max().max())
 
 
 def main():

@@ -30,6 +30,11 @@ class Plain(nn.Module):
         self.num_heads, self.num_kv_heads, self.scale = 4, groups, 0.25
         self.q_proj, self.k_proj = nn.Linear(12, 16), nn.Linear(12, 4 * groups)
 
+    def forward(self, x):
+        q, k = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q_proj, self.k_proj))
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        return (self.scale * q @ k.mT).softmax(-1) @ k
+
 
 MODELS = {
     **{name: lambda name=name: build(name) for name in FAMILIES},

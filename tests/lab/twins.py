@@ -112,6 +112,7 @@ class Angles(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.rope = rope_of(config, torch.device("cpu"))
+        self.inv_freq = nn.Buffer(self.rope.frequencies, persistent=False)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         angle = position_ids[..., None].double() * self.rope.frequencies

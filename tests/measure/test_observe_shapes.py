@@ -77,7 +77,7 @@ def test_cross_attention_of_bart_with_twice_as_many_queries_as_keys():
     mask[1, 8:] = 0
     with torch.no_grad(), observe(model) as seen:
         made = model(input_ids=source, attention_mask=mask, decoder_input_ids=target, output_attentions=True)
-    assert list(seen.table()["kind"].unique()) == ["self", "cross"]
+    assert list(seen.table()["kind"].unique()) == ["encoder", "decoder", "cross"]
     assert_entropy(rows_of(seen, "decoder.layers.0.encoder_attn"), made.cross_attentions[0])
     assert_entropy(rows_of(seen, "decoder.layers.0.self_attn"), made.decoder_attentions[0])
     assert_entropy(rows_of(seen, "encoder.layers.0.self_attn"), made.encoder_attentions[0], mask.bool())

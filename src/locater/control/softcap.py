@@ -22,8 +22,7 @@ from locater.control.apply import Installed, Method
 from locater.control.rules.softcap import softcapped
 from locater.errors import LocaterError
 from locater.hooks import AttentionSite, Patch, implementation_of, interface_site, patch, reads_attribute
-from locater.models.families import generic
-from locater.models.registry import family
+from locater.models.proof import may_be_attention
 
 __all__ = ["Softcap"]
 
@@ -68,7 +67,7 @@ def _capable(model: nn.Module) -> list[AttentionSite]:
             if own is not None:
                 raise LocaterError(f"{name} caps its logits at {own:g} already; change that in its configuration")
             found.append(place)
-        elif family(module=module) is not None or generic.looks_like_attention(module):
+        elif may_be_attention(module) and not any(interface_site(n, part) for n, part in module.named_modules()):
             kind = type(module).__name__
             raise LocaterError(
                 f"{name or kind} ({kind}) computes its attention by itself, where a softcap has no place; modules that "

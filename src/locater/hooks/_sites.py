@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import index
@@ -14,14 +13,12 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError
 from locater.hooks._compiling import HOW, compiled_parts
-from locater.models import attentions
 from locater.models.families import generic
 from locater.models.registry import family
-from locater.names import plain_name
+from locater.names import kind_of, layer_positions, numbers_in, plain_name
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 FUNCTIONS = {"softmax", "Softmax", "scaled_dot_product_attention"}
-CROSS = re.compile(r"cross|encoder_attn|EncDec|multihead_attn", re.IGNORECASE)
 
 
 RecordLayer = Callable[[int, Tensor, Tensor, Tensor, float], None]
@@ -115,12 +112,13 @@ def attention_sites(model: nn.Module | Stacked, layers: Sequence[int] | None = N
     if not inner:
         raise LocaterError(_nothing_found(model))
     around = {id(layer.self_attn): layer for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer)}
-    known, compiled = _known(model), compiled_parts(model)
+    compiled = compiled_parts(model)
+    positions = layer_positions(plain_name(name) for name in inner)
+    halves = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     found = []
     for name, (module, way) in inner.items():
         name = plain_name(name)
-        layer, kind = known.get(name, (_layer(name), "self"))
-        kind = _kind(name) if kind == "self" else kind
+        layer, kind = (numbers_in(name) or [0])[positions[name]], kind_of(name, halves)
         is_sure = way != "torch" or _surely_attention(module)
         found.append(AttentionSite(name, module, layer, kind, way, around.get(id(module)), is_sure))
     chosen = _of_layers(found, layers)
@@ -145,23 +143,6 @@ def _of_layers(found: list[AttentionSite], layers: Sequence[int] | None) -> list
     if not chosen or not chosen <= known:
         raise LocaterError(f"layers must be some of {sorted(known)}, got {sorted(chosen)}")
     return [site for site in found if site.layer in chosen]
-
-
-def _known(model: nn.Module) -> dict[str, tuple[int, str]]:
-    """Layer and kind, by plain name, of the modules `locater.models` knows; it may not know the model at all."""
-    try:
-        return {plain_name(attention.module): (attention.layer, attention.kind) for attention in attentions(model)}
-    except LocaterError:
-        return {}
-
-
-def _layer(name: str) -> int:
-    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
-    return int(numbers[-1]) if numbers else 0
-
-
-def _kind(name: str) -> str:
-    return "cross" if CROSS.search(name.split(".")[-1]) or "crossattention" in name else "self"
 
 
 def _forward(module: nn.Module) -> FunctionType | None:

@@ -22,6 +22,7 @@ from locater.io import inside, read_json
 from locater.models.attention import Attention
 from locater.models.formats import UNQUANTISED, llama_config, standard, state_dict, whisper_config
 from locater.models.registry import TEN_LINES, Family, Reading, Site, family, reading
+from locater.models.rules import Rule
 from locater.models.skeleton import Stored, skeleton
 
 __all__ = [
@@ -79,7 +80,7 @@ class Checkpoint:
             model = skeleton(self.config, self.origin)
         found = self._by_patterns(known) if model is None else reading(model, Stored(self, model))
         if layers is not None:  # which of the numbers in a name is the layer, its reader knows
-            found.sites[:] = [one for one in found.sites if not layers_in(one[1].name).isdisjoint(layers)]
+            found.sites[:] = [(read, site) for read, site in found.sites if _may_be_of(layers, read, site)]
         return found
 
     def attentions(self, layers: Collection[int] | None = None) -> Iterator[Attention]:
@@ -107,6 +108,14 @@ class Checkpoint:
         if not found:
             raise LocaterError(f"{self.origin} has no attention module of {kind}")
         return Reading([(known.read, Site(name, self.config, self)) for name in sorted(found, key=_natural)], {})
+
+
+def _may_be_of(layers: Collection[int], read: Any, site: Site) -> bool:
+    rule = getattr(read, "__self__", None)
+    if isinstance(rule, Rule):
+        return not rule.layers_in(site).isdisjoint(layers)
+    numbers = layers_in(site.name)  # one of which may be the layer's
+    return not numbers or len(numbers) > 1 or not numbers.isdisjoint(layers)
 
 
 def _natural(name: str) -> tuple[bool, list[tuple[int, str]]]:

@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,12 +60,14 @@ class Path:
     sources: frozenset[Projected] = frozenset()
     parameters: tuple[str, ...] = ()  # met on the way, in order
     product: Product | None = None  # logits
+    capped: bool = False  # by tanh, since the product
 
     def __or__(self, other: Path) -> Path:
         if self is other:
             return self
         known = tuple(name for name in self.parameters if name not in other.parameters)
-        return Path(self.sources | other.sources, known + other.parameters, self.product or other.product)
+        capped = self.capped or other.capped
+        return Path(self.sources | other.sources, known + other.parameters, self.product or other.product, capped)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +77,7 @@ class Compared:
     product: Product
     logits: Tensor  # as softmax is given them
     parameters: tuple[str, ...]  # met between the product and softmax
+    capped: bool = False  # by tanh between them
 
     @property
     def query(self) -> Path:
@@ -86,8 +89,8 @@ class Compared:
 
 
 class _Flow(TorchDispatchMode):
-    def __init__(self, parameters: Mapping[int, str]) -> None:
-        super().__init__()
+    def __init__(self, parameters: Mapping[int | None, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.parameters = parameters  # by the address of their storage
         self.paths: Any = WeakIdKeyDictionary()
         self.found: list[Compared] = []
@@ -105,7 +108,7 @@ class _Flow(TorchDispatchMode):
         self.modules.pop()
 
     def parameter(self, x: Tensor) -> str | None:
-        return self.parameters.get(x.untyped_storage().data_ptr())
+        return self.parameters.get(_address(x))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -128,7 +131,7 @@ class _Flow(TorchDispatchMode):
     def _softmax(self, x: Tensor) -> None:
         path = self.paths.get(x)
         if path is not None and path.product is not None and x.shape[-1] >= path.product.k.shape[-2]:
-            self.found.append(Compared(path.product, x.clone(), path.parameters))
+            self.found.append(Compared(_by_head(path.product, x), x.clone(), path.parameters, path.capped))
 
     def _path(self, name: str, given: list[Tensor], made: list[Tensor]) -> Path | None:
         if not made or not (made[0].is_floating_point() or made[0].is_complex()):
@@ -147,6 +150,8 @@ class _Flow(TorchDispatchMode):
                 path = one if path is None else path | one
         if path is not None and path.product is not None and name in _SOFTMAX:
             return Path(product=None)
+        if path is not None and path.product is not None and name == "tanh":
+            path = replace(path, capped=True)
         return path
 
     def _product(self, given: list[Tensor], out: Tensor) -> Path | None:
@@ -159,7 +164,7 @@ class _Flow(TorchDispatchMode):
             assert owner is not None
             before = self.paths.get(states)
             bias = next((n for x in added if (n := self.parameter(x)) is not None), None)
-            start = weight.storage_offset() // weight.shape[0] if weight.ndim == 2 else weight.storage_offset()
+            start = int(weight.storage_offset()) // (weight.shape[0] if weight.ndim == 2 else 1)
             transposed = weight.ndim == 2 and weight.is_contiguous() and not swapped and weight.shape[1] > 1
             norm = () if before is None else before.parameters
             made = Projected(owner, states, out, transposed, start, bias, norm, next(self.order))
@@ -169,6 +174,23 @@ class _Flow(TorchDispatchMode):
             return None
         product = Product(a, b.mT, out, paths, *(self.modules[-1] if self.modules else ("", None)))
         return Path(product=product)
+
+
+def _by_head(product: Product, logits: Tensor) -> Product:
+    """Where heads share one key, einsum takes the queries of all heads as rows of one product."""
+    rows, tokens = product.q.shape[1], logits.shape[-2]
+    if logits.ndim != 4 or rows == tokens or rows % tokens:
+        return product
+    q = product.q.unflatten(1, (-1, tokens)).flatten(0, 1)
+    return replace(product, q=q, k=product.k.repeat_interleave(rows // tokens, 0))
+
+
+def _address(x: Tensor) -> int | None:
+    """Of its storage; None for a tensor that wraps others."""
+    try:
+        return x.untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
 
 
 class _ByProducts(TorchFunctionMode):
@@ -185,7 +207,8 @@ class _ByProducts(TorchFunctionMode):
 @torch.no_grad()
 def compared(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Compared], set[str]]:
     """Every softmax over q·k of one run of a model, in order; and the names of the modules that ran."""
-    parameters = {p.untyped_storage().data_ptr(): name for name, p in reversed(list(model.named_parameters()))}
+    parameters = {_address(p): name for name, p in reversed(list(model.named_parameters()))}
+    parameters.pop(None, None)
     flow = _Flow(parameters)
     with ExitStack() as undo:
         for name, module in model.named_modules():

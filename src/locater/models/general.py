@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,7 @@ from locater.models.attention import Alibi, Attention
 from locater.models.flow import Compared, Projected
 from locater.models.registry import LiveTensors, Site
 from locater.models.rules import BiasRule, Factor, Heads, Layout, NormRule, RopeRule, Rule, Side, Unread, setting
+from locater.names import kind_of
 
 __all__ = ["CLOSE", "Logits", "explain"]
 
@@ -65,14 +66,13 @@ def _explain(seen: Compared, root: nn.Module, site: Site, time_first: bool) -> R
     query, *turned_q = _side(of_query, heads, shared, root)
     key, *turned_k = _side(of_key, heads, 1, root)
     rope = _rope([turned_q, turned_k], root, heads.width)
-    kind = "self"
-    if not torch.equal(of_query.source.states, of_key.source.states):
+    kind = kind_of(site.name, bool(site.config.get("is_encoder_decoder")))
+    if kind != "cross" and of_query.source.states.shape != of_key.source.states.shape:
         kind = "cross"
-    elif site.config.get("is_encoder_decoder"):
-        kind = "decoder" if "decoder" in site.name.split(".") else "encoder"
     rule = Rule(
         site.name, query, key, heads, _counts(site, heads), Factor(0.0), rope,
         input_norm=_input_norm(of_query.source, of_key.source, root), kind=kind,
+        parts=tuple((name, type(part)) for name, part in _module(site).named_modules() if name),
     )  # fmt: skip
     return _finished(rule, seen, site, time_first)
 
@@ -80,7 +80,8 @@ def _explain(seen: Compared, root: nn.Module, site: Site, time_first: bool) -> R
 def _by_token(x: Tensor, batch: int, tokens: int, time_first: bool) -> Tensor:
     """(B, T, …) of rows."""
     x = x.reshape(-1, x.shape[-1])
-    return x.unflatten(0, (tokens, batch)).transpose(0, 1) if time_first else x.unflatten(0, (batch, tokens))
+    rows: Tensor = x.unflatten(0, (tokens, batch)).transpose(0, 1) if time_first else x.unflatten(0, (batch, tokens))
+    return rows
 
 
 def _sides(seen: Compared, time_first: bool) -> tuple[_Seen, _Seen]:
@@ -140,7 +141,7 @@ def _side(seen: _Seen, heads: Heads, each: int, root: nn.Module) -> tuple[Side, 
     raise Unread(reason + (f"; {', '.join(others[:3])} lie between" if others else ""))
 
 
-def _norm_rules(names: list[str], stored: dict[str, Tensor], width: int) -> Iterator[NormRule | None]:
+def _norm_rules(names: list[str], stored: Mapping[str, Tensor], width: int) -> Iterator[NormRule | None]:
     """What may lie between a layer and the comparison, given the parameters met there."""
     if not names:
         yield from (None, NormRule(), NormRule(centred=True, eps=1e-5))
@@ -304,9 +305,16 @@ def _input_norm(source: Projected, other: Projected, root: nn.Module) -> NormRul
     return None
 
 
+def _module(site: Site) -> nn.Module:
+    assert site.module is not None
+    return site.module
+
+
 def _names(site: Site, pattern: str) -> list[str]:
-    """Of attributes of the module, and of settings."""
-    return [name for name in dict.fromkeys([*vars(site.module), *site.config]) if re.search(pattern, name)]
+    """Of attributes of the module and its parts, and of settings."""
+    parts = [("", _module(site)), *((f"{n}.", part) for n, part in _module(site).named_children())]
+    own = [prefix + name for prefix, part in parts for name in vars(part)]
+    return [name for name in dict.fromkeys([*own, *site.config]) if re.search(pattern, name.rpartition(".")[2])]
 
 
 # ---------------------------------------------------------------------- factor, softcap and bias; the proof of all
@@ -385,9 +393,9 @@ def _measured_angles(
 def _finished(rule: Rule, seen: Compared, site: Site, time_first: bool) -> Rule:
     """With the factor, the softcap and the bias that make the logits; Unread if none do."""
     best, about = math.inf, math.nan
-    caps = [name for name in _names(site, "softcap") if isinstance(setting(site, name), int | float)]
+    caps = [name for name in _names(site, "softcap|softclamp") if _is_cap(setting(site, name))]
     plain = Logits.of(seen, rule.read(site), time_first)
-    for cap in (*caps, None):
+    for cap in caps if seen.capped else (None,):
         real = plain.real.double()
         if cap is not None:
             size = float(setting(site, cap))
@@ -407,6 +415,10 @@ def _finished(rule: Rule, seen: Compared, site: Site, time_first: bool) -> Rule:
             best = min(best, logits.difference / logits.range)
     off = "" if best == math.inf else f"; what is rebuilt from its parts is off by {best:.2g} of the range"
     raise Unread(f"logits are not q·k times a factor, or not one that has a name (about {about:.3g}){off}")
+
+
+def _is_cap(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _is(value: float | None, wanted: float) -> bool:

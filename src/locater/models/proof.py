@@ -7,31 +7,32 @@ configuration. `prove` shows the proof of any model.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
 import re
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from locater.errors import LocaterError, reason
+from locater.models import copies
 from locater.models import twin as twins
 from locater.models.attention import Attention
 from locater.models.families import generic, mla
 from locater.models.flow import Compared, compared
 from locater.models.general import Logits, explain
 from locater.models.registry import LiveTensors, Site, family, inside, is_pretrained, nearest_config, reading
-from locater.models.rules import Rule, Unread
+from locater.models.rules import Unread
+from locater.names import layer_positions
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Proven", "may_be_attention", "prove", "proven", "read_alone"]
+__all__ = ["Proven", "may_be_attention", "prove", "proven", "proven_copy"]
 
 _LARGEST = 600_000_000  # parameters of a twin
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
@@ -103,21 +104,29 @@ def twin(kind: Any, config: Any, **options: Any) -> Any:
 
 def _explained(model: Any) -> tuple[Proven, bool]:
     """How the twin's modules are read, and whether all that it has ran."""
-    rules: dict[str, Read] = {}
-    unread: dict[str, str] = {}
-    tensors = LiveTensors(model)
     seen, ran = _run(model)
-    modules = _by_module(model, seen)
-    layers = _layers(modules)
-    for name, events in modules.items():
-        site = Site(name, nearest_config(model, name), tensors, model.get_submodule(name), model)
-        found = _explain(events, site, *layers[name])
-        (unread if isinstance(found, str) else rules)[name] = found
+    events = _of_events(model, seen)
+    rules, unread = events.rules, events.unread
     found = {*rules, *unread}
     for name, module in model.named_modules():
         if may_be_attention(module) and not any(inside(name, other) or inside(other, name) for other in found):
             unread[name] = _NO_SOFTMAX if name in ran else _NOT_REACHED
     return Proven(rules, unread), _NOT_REACHED not in unread.values()
+
+
+def _of_events(model: nn.Module, seen: list[Compared]) -> Proven:
+    rules: dict[str, Read] = {}
+    unread: dict[str, str] = {}
+    tensors, modules = LiveTensors(model), _by_module(model, seen)
+    layers = _layers(modules)
+    for name, events in modules.items():
+        site = Site(name, nearest_config(model, name), tensors, model.get_submodule(name), model)
+        found = _explain(events, site, *layers[name])
+        if isinstance(found, str):
+            unread[name] = found
+        else:
+            rules[name] = found
+    return Proven(rules, unread)
 
 
 _NO_SOFTMAX = "it computes no softmax over q·k"
@@ -194,74 +203,87 @@ def _common(names: list[str]) -> str:
 
 
 def _layers(modules: Mapping[str, list[Compared]]) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Of each module: which of the numbers in its name is the layer's, the one that takes most values among modules of
-    such names; and the layers that use it, where several do, in the order in which such modules ran."""
-    alike: dict[str, list[str]] = {}
-    for name in modules:
-        alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+", "#", name), []).append(name)
+    """Of each module: which of the numbers in its name is the layer's, and the layers that use it, where several do: by
+    the order in which modules of such names ran."""
     found: dict[str, tuple[int, tuple[int, ...]]] = {}
-    for names in alike.values():
-        numbers = [re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name) for name in names]
-        kinds = [len(set(column)) for column in zip(*numbers, strict=True)]
-        number = max(range(len(kinds)), key=lambda i: (kinds[i], i)) if kinds else -1
-        runs = {
-            id(source): (source.order, name) for name in names for one in modules[name] for source in one.query.sources
-        }
-        order = [name for _, name in sorted(runs.values())]
-        for name in names:
-            uses = tuple(i for i, other in enumerate(order) if other == name)
-            found[name] = number, uses if len(uses) > 1 else ()
+    for name, number in layer_positions(modules).items():
+        alike = [other for other in modules if re.sub(r"\d+", "#", other) == re.sub(r"\d+", "#", name)]
+        runs = {source.order: other for other in alike for one in modules[other] for source in one.query.sources}
+        uses = tuple(i for i, order in enumerate(sorted(runs)) if runs[order] == name)
+        found[name] = number, uses if len(uses) > 1 else ()
     return found
 
 
 # ---------------------------------------------------------------------- other modules, by copies of themselves
 
-_COPIES: dict[Hashable, tuple[Rule | None, str]] = {}
+_COPIES: weakref.WeakKeyDictionary[nn.Module, tuple[Hashable, Proven]] = weakref.WeakKeyDictionary()
 
 
-def read_alone(module: nn.Module, config: Mapping[str, Any]) -> Read | str:
-    """How a module that nobody vouches for is read: by a copy of it with every parameter random, called by itself."""
-    if generic.has_joint(module):
-        return generic.read
-    key = tuple(_settings(name, part) for name, part in module.named_modules())
-    if key not in _COPIES:
-        _COPIES[key] = _explain_copy(module, config)
-    rule, why = _COPIES[key]
-    if rule is None:
-        return why
-    return lambda site: rule.read(replace(site, model=site.module, prefix=f"{site.name}." if site.name else ""))
+def proven_copy(model: nn.Module) -> Proven:
+    """Of a model that no configuration builds, by a copy of it with every parameter random."""
+    roots = [name for name, part in model.named_modules() if is_pretrained(part)]
+    attention = {
+        name: module
+        for name, module in model.named_modules()
+        if may_be_attention(module) and family(module=module) is None and not any(inside(name, root) for root in roots)
+    }
+    if not attention:
+        return Proven({}, {})
+    key = copies.settings(model)
+    if model not in _COPIES or _COPIES[model][0] != key:
+        _COPIES[model] = key, _prove_copy(model, attention)
+    return _COPIES[model][1]
 
 
-def _settings(name: str, part: nn.Module) -> Hashable:
-    """All of a module that its logits may depend on, but the values of parameters."""
-    plain = tuple((n, v) for n, v in vars(part).items() if isinstance(v, int | float | str | FunctionType | None))
-    calls = tuple((n, repr(v)) for n, v in vars(part).items() if isinstance(v, tuple | functools.partial))
-    shapes = tuple((n, p.shape) for n, p in part.named_parameters(recurse=False))
-    buffers = tuple(
-        (n, b.shape, float(b.double().sum())) for n, b in part.named_buffers(recurse=False) if not b.is_meta
-    )
-    return name, type(part), plain, calls, shapes, buffers
+def _prove_copy(model: nn.Module, attention: Mapping[str, nn.Module]) -> Proven:
+    rules: dict[str, Read] = {name: generic.read for name, part in attention.items() if generic.has_joint(part)}
+    attention = {name: part for name, part in attention.items() if name not in rules}
+    unread: dict[str, str] = {}
+    ran: set[str] = set()
+    if attention and sum(p.numel() for p in model.parameters()) <= _LARGEST:
+        with contextlib.suppress(Exception):  # a model that cannot be copied
+            made = copies.copied(model)
+            seen, ran = copies.seen_at_work(made, list(attention))
+            found = _of_events(made, seen)
+            rules, unread = rules | found.rules, found.unread
+    for name, module in attention.items():
+        if any(inside(name, other) or inside(other, name) for other in (*rules, *unread)):
+            continue
+        alone = _NO_SOFTMAX if name in ran else _read_alone(module, nearest_config(model, name), bool(name))
+        if isinstance(alone, str):
+            unread[name] = alone
+        else:
+            rules[name] = alone
+    return Proven(rules, unread)
 
 
-def _explain_copy(module: nn.Module, config: Mapping[str, Any]) -> tuple[Rule | None, str]:
-    copied = copy.deepcopy(module).cpu().float().eval()
-    twins.randomise(copied)
+def _read_alone(module: nn.Module, config: Mapping[str, Any], is_part: bool) -> Read | str:
+    """By a copy of the module, called by itself."""
+    if is_part and (names := copies.given_more(module)):
+        return f"what its model gives it as {names[0]} is not known, as the model cannot be called by guess"
+    try:
+        made = copies.copied(module)
+    except Exception as raised:
+        return f"it cannot be copied ({reason(raised)})"
     error = "it takes none"
-    for given in twins.alone(copied):
+    for given in twins.alone(made):
         try:
-            seen, _ = compared(copied, functools.partial(copied, **given))
+            seen, ran = compared(made, functools.partial(made, **given))
         except Exception as raised:  # arguments that it does not take
             error = reason(raised)
             continue
-        events = _by_module(copied, seen).get("")
+        events = _by_module(made, seen).get("")
         if not events:
-            return None, "it computes no softmax over products of its projections when it is called by itself"
-        site = Site("", config, LiveTensors(copied), copied, copied)
+            return "it computes no softmax over products of its projections when it is called by itself"
+        idle = [name for name, part in made.named_modules() if isinstance(part, nn.Linear) and name not in ran]
+        if is_part and idle:
+            return f"{idle[0]} takes no part when it is called by itself"
         try:
-            return explain(events[0], copied, site), ""
+            rule = explain(events[0], made, Site("", config, LiveTensors(made), made, made))
         except Unread as raised:
-            return None, str(raised)
-    return None, f"it cannot be called with states alone ({error}): locater.models.prove(model, batch) shows it at work"
+            return str(raised)
+        return lambda site: rule.read(replace(site, model=site.module, prefix=f"{site.name}." if site.name else ""))
+    return f"it cannot be called with states alone ({error}): locater.models.prove(model, batch) shows it at work"
 
 
 # ---------------------------------------------------------------------- the proof of a model
@@ -280,10 +302,15 @@ def prove(model: nn.Module, batch: Mapping[str, Any] | None = None) -> pd.DataFr
     if batch is None:
         roots = [name for name, part in model.named_modules() if is_pretrained(part)]
         if not roots:
-            raise LocaterError(f"a {type(model).__name__} has no configuration to build a twin from: give a batch")
-        kind = model.get_submodule(roots[0])
-        model = twin(type(kind), kind.config)
-        seen, _ = _run(model)
+            model = copies.copied(model)
+            names = [name for name, part in model.named_modules() if may_be_attention(part)]
+            seen, _ = copies.seen_at_work(model, names)
+            if not seen:
+                raise LocaterError(f"how a {type(model).__name__} is called is not known: give prove a batch")
+        else:
+            kind = model.get_submodule(roots[0])
+            model = twin(type(kind), kind.config)
+            seen, _ = _run(model)
     else:
         seen, _ = compared(model, functools.partial(model, **batch))
     events = _by_module(model, seen)

@@ -6,7 +6,6 @@ name, a configuration and a layer number. The same function reads a live module 
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from locater.errors import LocaterError
 from locater.models.attention import Attention, Projection
+from locater.names import numbers_in, plain_name
 
 __all__ = [
     "TEN_LINES",
@@ -53,7 +53,7 @@ class Site:
     @property
     def numbers(self) -> list[int]:
         """Those in the name."""
-        return [int(number) for number in re.findall(r"(?:^|\.)([0-9]{1,9})(?=\.|$)", self.name)]
+        return numbers_in(self.name)
 
     @property
     def layer(self) -> int:
@@ -82,10 +82,12 @@ class Site:
 
     def part(self, name: str) -> nn.Module | None:
         """A module by its name in the model around."""
-        try:
-            return None if self.model is None else self.model.get_submodule(name)
-        except AttributeError:
+        if self.model is None:
             return None
+        try:
+            return self.model.get_submodule(name)
+        except AttributeError:  # layers may be wrapped one by one
+            return next((part for own, part in self.model.named_modules() if plain_name(own) == name), None)
 
     def attention(
         self, query: Projection | None, key: Projection, *, scale: float, kind: str = "self", **parts: Any
@@ -158,6 +160,7 @@ class LiveTensors:
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self._tensors |= {plain_name(name): tensor for name, tensor in self._tensors.items()}
 
     def get(self, name: str) -> Tensor | None:
         return self._tensors.get(name)
@@ -199,12 +202,14 @@ def reading(model: nn.Module, tensors: Tensors | None = None) -> Reading:
     sites: list[tuple[Reader, Site]] = []
     unread: dict[str, str] = {}
     roots: dict[str, nn.Module] = {}  # Hugging Face models, the outermost, by their name
+    proofs: dict[str, proof.Proven] = {}  # of them
+    own: proof.Proven | None = None  # of the rest
     taken: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(f"{prefix}.") for prefix in taken if prefix):
             continue  # inside a module that has been read
         if is_pretrained(module) and not any(inside(name, other) for other in roots):
-            roots[name] = module
+            roots[name], proofs[name] = module, proof.proven(module)
         root = next((other for other in roots if inside(name, other)), None)
         prefix = f"{root}." if root else ""
         known = family(module=module)
@@ -212,9 +217,10 @@ def reading(model: nn.Module, tensors: Tensors | None = None) -> Reading:
         if known is not None:
             found = known.read
         elif root is not None:
-            found = proof.proven(roots[root]).of(name.removeprefix(prefix))
-        elif proof.may_be_attention(module):
-            found = proof.read_alone(module, nearest_config(model, name))
+            found = proofs[root].of(plain_name(name.removeprefix(prefix)))
+        else:
+            own = own or proof.proven_copy(model)
+            found = own.of(name)
         if isinstance(found, str):
             unread[name] = found
         elif found is not None:

@@ -8,7 +8,6 @@ Legend: G key heads, R query heads for each, K head width.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -21,11 +20,11 @@ from locater.models.attention import Alibi, Attention, Norm, PositionBias, Proje
 from locater.models.families._parts import projection
 from locater.models.registry import Site, Tensors
 from locater.models.rope import Rope
+from locater.names import plain_name
 
 __all__ = ["BiasRule", "Factor", "Heads", "Layout", "NormRule", "RopeRule", "Rule", "Side", "Unread", "setting"]
 
 _EPS = ("eps", "variance_epsilon", "epsilon", "norm_eps")
-_CROSS = re.compile(r"cross|encoder_attn|EncDec|multihead_attn|x_attn", re.IGNORECASE)
 
 
 class Unread(LocaterError):  # noqa: N818  what it says is the reason
@@ -40,7 +39,9 @@ class Heads(NamedTuple):
 
 def setting(site: Site, name: str) -> Any:
     """An attribute of the module, or of its configuration."""
-    found = getattr(site.module, name, None)
+    owner, _, last = name.rpartition(".")
+    module = site.module if site.module is None or not owner else getattr(site.module, owner, None)
+    found = getattr(module, last, None)
     return site.config.get(name) if found is None else found
 
 
@@ -62,10 +63,12 @@ class Layout:
         first, step = (a + b * shared for a, b in (self.first, self.step))
         blocks = x.unflatten(0, (-1, width))
         if self.kind == "together":
-            return blocks[groups * first : groups * (first + each)].unflatten(0, (groups, each))
-        if self.kind == "by group":
-            return blocks[: groups * step].unflatten(0, (groups, step))[:, first : first + each]
-        return blocks[: groups * each * step].unflatten(0, (groups, each, step))[:, :, first]
+            found: Tensor = blocks[groups * first : groups * (first + each)].unflatten(0, (groups, each))
+        elif self.kind == "by group":
+            found = blocks[: groups * step].unflatten(0, (groups, step))[:, first : first + each]
+        else:
+            found = blocks[: groups * each * step].unflatten(0, (groups, each, step))[:, :, first]
+        return found
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,8 @@ class RopeRule:
     def read(self, site: Site) -> Rope:
         owner, _, name = (self.source or "").rpartition(".")
         module: Any = site.part(owner) if self.source else None
+        if module is not None and getattr(module, name, None) is None:
+            raise Unread(f"{site.name}: {owner} is a {type(module).__name__}, which has no {name}")
         if module is not None and getattr(module, name).is_meta:  # of a skeleton: buffers are not stored
             module = type(module)(module.config) if hasattr(module, "config") else None
         if module is None:
@@ -241,8 +246,10 @@ class Rule:
     kind: str = "self"
     number: int = -1  # which of the numbers in the module's name is its layer's
     layers: tuple[int, ...] = ()  # that use the module, where several do
+    parts: tuple[tuple[str, type], ...] = ()  # the modules inside the twin's
 
     def read(self, site: Site) -> Attention:
+        self._check(site)
         site = replace(site, tensors=_Once(site.tensors))
         heads = self._heads(site)
         groups, shared, width = heads
@@ -257,7 +264,7 @@ class Rule:
             self.query.projection(site, heads, shared),
             self.key.projection(site, heads, 1),
             scale=factor,
-            kind="cross" if _CROSS.search(self.module) else self.kind,
+            kind=self.kind,
             rope=None if self.rope is None else self.rope.read(site),
             query_norm=query_norm,
             key_norm=key_norm,
@@ -265,9 +272,24 @@ class Rule:
             position_bias=None if self.bias is None else self.bias.read(site, groups * shared),
             bias_scale=1.0 if self.bias is None else self.bias.scale,
             input_norm=None if self.input_norm is None else self.input_norm.read(site),
-            layer=self.layers[0] if self.layers else site.numbers[self.number] if site.numbers else 0,
+            layer=min(self.layers_in(site)),
             layers=self.layers,
         )
+
+    def _check(self, site: Site) -> None:
+        """A part that somebody has replaced is not the one that was proven; wrapped and adapted ones are."""
+        assert site.module is not None
+        found = {plain_name(name): part for name, part in site.module.named_modules()}
+        for name, kind in self.parts:
+            part = getattr(found.get(name), "base_layer", found.get(name))
+            if kind not in type(part).__mro__:
+                raise Unread(
+                    f"{site.name}.{name} is a {type(part).__name__}, and in a model of its class a {kind.__name__}"
+                )
+
+    def layers_in(self, site: Site) -> set[int]:
+        """The numbers of the layers that use it."""
+        return set(self.layers) or {site.numbers[self.number] if site.numbers else 0}
 
     def _heads(self, site: Site) -> Heads:
         """By the layers' sizes, where those follow from the number of heads; else by the names of settings."""

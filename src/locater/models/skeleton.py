@@ -7,7 +7,7 @@ comes with a checkpoint runs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +33,7 @@ def skeleton(config: Mapping[str, Any], origin: str) -> nn.Module | None:
         import transformers
     except ImportError:
         return None
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind not in transformers.CONFIG_MAPPING:
         return None
     for name, value in config.items():
@@ -49,7 +49,7 @@ def skeleton(config: Mapping[str, Any], origin: str) -> nn.Module | None:
     return model.eval()
 
 
-def _class(config: Mapping[str, Any], settings: Any) -> Callable[[Any], nn.Module]:
+def _class(config: Mapping[str, Any], settings: Any) -> Any:
     """The class that the checkpoint was saved from, or that of its type."""
     import transformers
 
@@ -110,5 +110,6 @@ class Stored:
         converter = copy.deepcopy(self._converters[keys[0][1]])
         for key, pattern in keys:
             converter.add_tensor(first, key, pattern, self._checkpoint.get(key))
-        made = converter.convert(first, model=self._model, config=self._model.config).get(name)
-        return made[0] if isinstance(made, list) else made
+        made: Any = converter.convert(first, model=self._model, config=self._model.config).get(name)
+        tensor: Tensor | None = made[0] if isinstance(made, list) else made
+        return tensor

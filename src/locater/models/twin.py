@@ -216,8 +216,10 @@ def inputs(model: Any) -> Iterator[dict[str, Any]]:
     names = set(inspect.signature(model.forward).parameters)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
 
+    words = min((part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding)), default=64)
+
     def ids(length: int) -> torch.Tensor:
-        return torch.randint(min(getattr(text, "vocab_size", None) or 64, 250), (2, length), generator=generator)
+        return torch.randint(min(getattr(text, "vocab_size", None) or words, 250), (2, length), generator=generator)
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
@@ -254,11 +256,11 @@ def inputs(model: Any) -> Iterator[dict[str, Any]]:
                 yield {name: noise(*shape), **more}
     for name in ("hidden_states", "inputs_embeds", "encoder_hidden_states", "query_embeds"):
         if name in names:
-            width = getattr(config, "hidden_size", None) or getattr(config, "d_model", 64)
-            yield {name: noise(2, TOKENS, width), **more}
+            wide: Any = getattr(config, "hidden_size", None) or getattr(config, "d_model", 64)
+            yield {name: noise(2, TOKENS, wide), **more}
             if name == "query_embeds":
-                wide = getattr(config, "encoder_hidden_size", width)
-                yield {name: noise(2, 8, width), "encoder_hidden_states": noise(2, TOKENS, wide)}
+                other = getattr(config, "encoder_hidden_size", wide)
+                yield {name: noise(2, 8, wide), "encoder_hidden_states": noise(2, TOKENS, other)}
 
 
 _BINS = (
