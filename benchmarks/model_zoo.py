@@ -27,7 +27,6 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -387,16 +386,54 @@ def _late(*_):
     raise TimeoutError
 
 
+def outcome(row):
+    """read, partly or refused; wrong, where anything is."""
+    if row["wrong"]:
+        return "wrong"
+    if not row["unread"] and row["read"] + row["unseen"]:
+        return "read"
+    return "partly" if row["read"] else "refused"
+
+
+# why a module is not read, by what its reason says
+REASONS = {
+    "positions that act through the queries (Transformer-XL's, DeBERTa's)": "bias_u|rel_pos|q_bias|lie between",
+    "queries or keys out of several layers": "several layers",
+    "keys in blocks, bands or n-grams": "which are no|no reader|as long as",
+    "logits that are not q·k times a factor": "times a factor",
+    "a forward that the twin's inputs do not reach": "reach|cannot be",
+    "no projection of the queries": "no softmax",
+}  # fmt: skip
+
+
 def table(rows):
+    """The counts, as the lines between the marks in docs/models.md."""
     seen = [row for row in rows if row.get("softmaxes")]
-    whole = [row for row in seen if row["read"] + row["unseen"] and not row["unread"] and not row["wrong"]]
-    partly = [row for row in seen if row["read"] and row not in whole and not row["wrong"]]
-    wrong = [row for row in seen if row["wrong"]]
-    print(f"{len(rows)} types, {sum(row['built'] for row in rows)} build, {len(seen)} with a softmax over q·k; "
-          f"{len(whole)} ({len(whole) / max(1, len(seen)):.1%}) read, {len(partly)} partly, {len(wrong)} wrong")  # fmt: skip
-    reasons = Counter(why for row in seen for why in set(row["unread"].values()))
-    for why, count in reasons.most_common(40):
-        print(f"{count:4} {why}")
+    by = {
+        name: [row["type"] for row in seen if outcome(row) == name] for name in ("read", "partly", "refused", "wrong")
+    }
+    share = len(by["read"]) / max(1, len(seen))
+    lines = [
+        f"Of {len(rows)} model types {sum(row['built'] for row in rows)} build; {len(seen)} have a softmax over q·k: "
+        f"**{len(by['read'])} ({share:.0%}) are read whole**, {len(by['partly'])} partly, {len(by['refused'])} "
+        f"refused, {len(by['wrong'])} read wrong.",
+        "",
+        "| not read, or partly | types |",
+        "|---|---|",
+    ]
+    left = {row["type"]: " ".join(row["unread"].values()) for row in seen if outcome(row) in ("partly", "refused")}
+    for words, pattern in REASONS.items():
+        kinds = [kind for kind, why in left.items() if re.search(pattern, why)]
+        left = {kind: why for kind, why in left.items() if kind not in kinds}
+        if kinds:
+            lines.append(f"| {words} | {', '.join(kinds)} |")
+    if left:
+        lines.append(f"| other | {', '.join(left)} |")
+    print("\n".join(lines))
+    for name, most in (("gradient", 1e-5), ("saved", 1e-9), ("entropy", 1e-5)):
+        numbers = [(row[name], row["type"]) for row in seen if isinstance(row.get(name), float)]
+        off = [f"{kind} {value:.2g}" for value, kind in numbers if not value <= most]
+        print(f"{name}: {len(numbers)} types compared, off by more than {most:g}: {', '.join(off) or 'none'}")
     return 0
 
 

@@ -156,7 +156,7 @@ def test_predicted_logits_are_those_of_metas_own_rotation(llama, tmp_path):
         pairs = (x @ w.T).view(7, heads, 4, 2)
         return torch.view_as_real(torch.view_as_complex(pairs) * turn[:, None]).flatten(2)
 
-    for attention in open_checkpoint(tmp_path).attentions():
+    for attention in open_checkpoint(tmp_path).reading():
         q, k = (weights[f"layers.{attention.layer}.attention.w{letter}.weight"] for letter in "qk")
         keys = rotated(k, 2).repeat_interleave(2, 1)
         own = torch.einsum("ihk,jhk->hij", rotated(q, 4), keys) / math.sqrt(8)

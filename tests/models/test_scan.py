@@ -243,19 +243,19 @@ def test_minilm_as_transformers_reads_it_and_as_locater_does():
 
 
 def test_a_new_family_takes_ten_lines():
-    class OddAttention(nn.Module):
+    class PairedAttention(nn.Module):
         def __init__(self):
             super().__init__()
             self.both = nn.Linear(12, 24, bias=False)  # k first, then q; two heads of six
 
-    @register("OddAttention")
+    @register("PairedAttention")
     def read(site):
         weight = site.tensor("both.weight")
         query = Projection(weight, lambda t: t[12:].unflatten(0, (2, 1, 6)))
         key = Projection(weight, lambda t: t[:12].unflatten(0, (2, 1, 6)))
         return site.attention(query, key, scale=0.5)
 
-    model = nn.ModuleList([OddAttention(), OddAttention()])
+    model = nn.ModuleList([PairedAttention(), PairedAttention()])
     table = scan(model)
     assert len(table) == 4
     w = model[1].both.weight

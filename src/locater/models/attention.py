@@ -178,6 +178,7 @@ class Attention:
     # what W_Q and W_K act on, made of the states that enter the module; those states themselves where None
     query_input: States | None = field(default=None, repr=False)
     key_input: States | None = field(default=None, repr=False)
+    inner: str = ""  # a layer of the module's own that makes the states W_Q or W_K acts on, where one does
     layers: tuple[int, ...] = ()  # those that use the module, where several do
     shared_key_rows: int = 0  # the first rows of every head's keys are constants: they pass on a key that heads share
 
@@ -188,7 +189,7 @@ class Attention:
     @property
     def one_input(self) -> bool:
         """Whether W_Q and W_K act on states of one space."""
-        return self.query_input is None and self.key_input is None
+        return self.query_input is None and self.key_input is None and not self.inner
 
     def per_layer(self) -> list[Attention]:
         """The module as each of the layers that share it uses it, under its name and the layer's number."""
@@ -250,6 +251,11 @@ class Attention:
         self, query_states: Tensor, key_states: Tensor | None = None, *, positions: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
         """The pre-softmax logits (B, heads, T_q, T_k) for the states (B, T, D) that enter the module, unmasked."""
+        if key_states is None and self.inner:
+            raise LocaterError(
+                f"{self.module} compares states that {self.inner} makes inside it: give logits the states that W_Q and "
+                "W_K act on, both"
+            )
         key_states = query_states if key_states is None else key_states
         if positions is None:
             lengths = query_states.shape[1], key_states.shape[1]

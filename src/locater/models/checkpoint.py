@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from locater.errors import LocaterError, reason
 from locater.io import inside, read_json
-from locater.models.attention import Attention
 from locater.models.formats import UNQUANTISED, llama_config, standard, state_dict, whisper_config
 from locater.models.registry import TEN_LINES, Family, Reading, Site, family, reading
 from locater.models.rules import Rule
@@ -82,19 +81,6 @@ class Checkpoint:
         if layers is not None:  # which of the numbers in a name is the layer, its reader knows
             found.sites[:] = [(read, site) for read, site in found.sites if _may_be_of(layers, read, site)]
         return found
-
-    def attentions(self, layers: Collection[int] | None = None) -> Iterator[Attention]:
-        """Those modules, one at a time: only its weights are in memory."""
-        for read, site in self.reading(layers).sites:
-            try:
-                yield read(site)
-            except LocaterError:
-                raise
-            except Exception as error:  # readers take the configuration at its word
-                raise LocaterError(
-                    f"{self.origin}: the configuration does not describe {site.name}: "
-                    f"{type(error).__name__} {reason(error)}"
-                ) from error
 
     def _by_patterns(self, known: Family | None) -> Reading:
         """By the names that a family's modules have, where no model can be built: without transformers, from GGUF."""

@@ -39,6 +39,7 @@ class Projected:
     bias: str | None = None
     norm: tuple[str, ...] = ()  # parameters that made the states, since the last product
     order: int = 0  # the later, the larger
+    after: frozenset[str] = frozenset()  # weights of the layers whose outputs the states are made of
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +168,8 @@ class _Flow(TorchDispatchMode):
             start = int(weight.storage_offset()) // (weight.shape[0] if weight.ndim == 2 else 1)
             transposed = weight.ndim == 2 and weight.is_contiguous() and not swapped and weight.shape[1] > 1
             norm = () if before is None else before.parameters
-            made = Projected(owner, states, out, transposed, start, bias, norm, next(self.order))
+            after = frozenset() if before is None else frozenset(source.weight for source in before.sources)
+            made = Projected(owner, states, out, transposed, start, bias, norm, next(self.order), after)
             return Path(frozenset([made]))
         paths = self.paths.get(a), self.paths.get(b)
         if None in paths or any(path.product is not None for path in paths) or not all(p.sources for p in paths):

@@ -12,23 +12,21 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from locater.models.attention import Alibi, Attention
 from locater.models.flow import Compared, Projected
+from locater.models.logits import CLOSE, Logits, angles, by_token
 from locater.models.registry import LiveTensors, Site
 from locater.models.rules import BiasRule, Factor, Heads, Layout, NormRule, RopeRule, Rule, Side, Unread, setting
 from locater.names import kind_of
 
-__all__ = ["CLOSE", "Logits", "explain"]
+__all__ = ["explain"]
 
-CLOSE = 1e-4  # of the largest: what counts as equal in a twin
-_UNSEEN = 50.0  # a logit so much below a query's largest is masked: its weight is below e⁻⁵⁰
 _HEADS = (
     "num_heads", "n_heads", "num_attention_heads", "n_head", "heads", "nhead", "num_attn_heads", "attention_heads",
     "encoder_attention_heads", "decoder_attention_heads",
@@ -48,17 +46,17 @@ class _Seen:
 
 
 @torch.no_grad()
-def explain(seen: Compared, root: nn.Module, site: Site) -> Rule:
-    """The rule of a module whose attention was seen, proven on what was seen."""
+def explain(seen: Compared, root: nn.Module, site: Site, known: Sequence[Rule] = ()) -> Rule:
+    """The rule of a module whose attention was seen, proven on what was seen; `known` are those of other modules."""
     try:
-        return _explain(seen, root, site, False)
+        return _explain(seen, root, site, known, False)
     except Unread:
         with contextlib.suppress(Unread):
-            return _explain(seen, root, site, True)
+            return _explain(seen, root, site, known, True)
         raise
 
 
-def _explain(seen: Compared, root: nn.Module, site: Site, time_first: bool) -> Rule:
+def _explain(seen: Compared, root: nn.Module, site: Site, known: Sequence[Rule], time_first: bool) -> Rule:
     of_query, of_key = _sides(seen, time_first)
     groups, shared = _groups(of_key.z)
     of_key = replace(of_key, z=of_key.z[:, ::shared])
@@ -69,19 +67,14 @@ def _explain(seen: Compared, root: nn.Module, site: Site, time_first: bool) -> R
     kind = kind_of(site.name, bool(site.config.get("is_encoder_decoder")))
     if kind != "cross" and of_query.source.states.shape != of_key.source.states.shape:
         kind = "cross"
+    made = sorted((of_query.source.after | of_key.source.after) - {of_query.source.weight, of_key.source.weight})
+    inner = next((name for name in made if name.startswith(f"{site.name}." if site.name else "")), "")
     rule = Rule(
         site.name, query, key, heads, _counts(site, heads), Factor(0.0), rope,
-        input_norm=_input_norm(of_query.source, of_key.source, root), kind=kind,
+        input_norm=_input_norm(of_query.source, of_key.source, root), kind=kind, inner=inner,
         parts=tuple((name, type(part)) for name, part in _module(site).named_modules() if name),
     )  # fmt: skip
-    return _finished(rule, seen, site, time_first)
-
-
-def _by_token(x: Tensor, batch: int, tokens: int, time_first: bool) -> Tensor:
-    """(B, T, …) of rows."""
-    x = x.reshape(-1, x.shape[-1])
-    rows: Tensor = x.unflatten(0, (tokens, batch)).transpose(0, 1) if time_first else x.unflatten(0, (batch, tokens))
-    return rows
+    return _finished(rule, seen, site, known, time_first)
 
 
 def _sides(seen: Compared, time_first: bool) -> tuple[_Seen, _Seen]:
@@ -95,7 +88,7 @@ def _sides(seen: Compared, time_first: bool) -> tuple[_Seen, _Seen]:
         batch = rows // tokens
         if source.out.ndim > 3 or batch < 1 or rows % tokens or n % batch:
             raise Unread(f"{source.weight} makes {tuple(source.out.shape)}, which are no {tokens} tokens of {n} heads")
-        y = _by_token(source.out, batch, tokens, time_first)
+        y = by_token(source.out, batch, tokens, time_first)
         made.append(_Seen(source, y, x.reshape(batch, n // batch, tokens, -1), path.parameters))
     if made[0].z.shape[:2] != made[1].z.shape[:2]:
         raise Unread("queries and keys are of different numbers of sequences")
@@ -104,6 +97,8 @@ def _sides(seen: Compared, time_first: bool) -> tuple[_Seen, _Seen]:
 
 def _groups(k: Tensor) -> tuple[int, int]:
     """Key heads, and how many query heads see each."""
+    if not k.numel():
+        raise Unread("it compares nothing")
     same = [bool((k[:, h] == k[:, 0]).all()) for h in range(k.shape[1])]
     shared = next((h for h, one in enumerate(same) if not one), len(same))
     if k.shape[1] % shared or not (k.unflatten(1, (-1, shared)) == k[:, ::shared, None]).all():
@@ -235,20 +230,6 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= CLOSE * b.abs().max())
 
 
-def angles(u: Tensor, z: Tensor, size: int, interleaved: bool) -> Tensor | None:
-    """(T, pairs) by which the first pairs of u (B, heads, T, K) are turned to be z's; None if none does for all."""
-
-    def paired(x: Tensor) -> Tensor:
-        x = x[..., :size].double()
-        return torch.complex(*((x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)))
-
-    a, b = paired(u), paired(z)
-    angle = (b * a.conj()).sum((0, 1)).angle()
-    left = torch.view_as_real(a * torch.polar(torch.ones_like(angle), angle) - b).flatten(-2)
-    largest = max(float(x.abs().max()) for x in (left, (u - z)[..., size:]) if x.numel())
-    return angle if largest <= 10 * CLOSE * z.abs().max() else None
-
-
 def _rope_rule(
     found: list[Tensor], pairs: int, interleaved: bool, sources: dict[str, Tensor], root: nn.Module
 ) -> RopeRule:
@@ -317,80 +298,10 @@ def _names(site: Site, pattern: str) -> list[str]:
     return [name for name in dict.fromkeys([*own, *site.config]) if re.search(pattern, name.rpartition(".")[2])]
 
 
-# ---------------------------------------------------------------------- factor, softcap and bias; the proof of all
+# ---------------------------------------------------------------------- factor, softcap and bias, by the proof of all
 
 
-@dataclass(frozen=True)
-class Logits:
-    """What softmax was given (B, H, Tq, Tk), and the same rebuilt from parts."""
-
-    real: Tensor
-    rebuilt: Tensor
-    visible: Tensor
-
-    @classmethod
-    def of(cls, seen: Compared, attention: Attention, time_first: bool = False) -> Logits:
-        """`time_first`: the module's layers are given the tokens of all sequences one after the other."""
-        product, heads = seen.product, attention.heads
-        (n, *_), keys = product.q.shape, product.k.shape[1]
-        if n % heads:
-            raise Unread(f"{n} products are not those of {heads} heads")
-        states = []
-        for path, x, made in (
-            (seen.query, product.q, attention.query_input),
-            (seen.key, product.k, attention.key_input),
-        ):
-            found = product.states if made is not None else next(iter(path.sources)).states
-            if found is None or found.numel() // found.shape[-1] != n // heads * x.shape[1]:
-                raise Unread("the states that enter it are not known")
-            states.append(_by_token(found, n // heads, x.shape[1], time_first and made is None))
-        positions = None
-        if attention.rope is not None and not attention.rope.on_a_line:
-            positions = _measured_angles(attention, states, (product.q, product.k))
-        rebuilt = attention.logits(*states, positions=positions)
-        real = seen.logits[..., :keys].reshape(rebuilt.shape)
-        if not bool(torch.isfinite(rebuilt).all()):
-            raise Unread("what it compares in its twin is not finite")
-        visible = real > real.amax(-1, keepdim=True) - _UNSEEN
-        if isinstance(attention.position_bias, Alibi) or seen.logits.shape[-1] > keys:
-            # a shift of all logits of a query, which no softmax sees: by its position, or by the largest of them
-            count = visible.sum(-1, keepdim=True).clamp(min=1)
-            real, rebuilt = (x - x.masked_fill(~visible, 0).sum(-1, keepdim=True) / count for x in (real, rebuilt))
-        return cls(real, rebuilt, visible)
-
-    @property
-    def range(self) -> float:
-        seen = self.real[self.visible]
-        return float(seen.max() - seen.min())
-
-    @property
-    def difference(self) -> float:
-        """The largest."""
-        return float((self.rebuilt - self.real)[self.visible].abs().max())
-
-    @property
-    def agree(self) -> bool:
-        return self.difference <= CLOSE * self.range
-
-
-def _measured_angles(
-    attention: Attention, states: list[Tensor], compared: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Those (T, pairs) by which queries and keys of all heads and sequences are rotated."""
-    rope, nowhere, found = attention.rope, torch.zeros(0), []
-    assert rope is not None
-    sides = replace(attention, rope=None).project(states[0], states[1], (nowhere, nowhere))
-    for u, z in zip(sides, compared, strict=True):
-        u = u.expand(-1, -1, len(compared[0]) // len(u) // u.shape[1], -1, -1).flatten(1, 2)
-        z = z.reshape(u.shape)
-        angle = angles(u * (z.norm() / u.norm()), z, 2 * rope.pairs, rope.interleaved)
-        if angle is None:
-            raise Unread("queries or keys are not rotated as they were found to be")
-        found.append(angle)
-    return found[0], found[1]
-
-
-def _finished(rule: Rule, seen: Compared, site: Site, time_first: bool) -> Rule:
+def _finished(rule: Rule, seen: Compared, site: Site, known: Sequence[Rule], time_first: bool) -> Rule:
     """With the factor, the softcap and the bias that make the logits; Unread if none do."""
     best, about = math.inf, math.nan
     caps = [name for name in _names(site, "softcap|softclamp") if _is_cap(setting(site, name))]
@@ -408,7 +319,8 @@ def _finished(rule: Rule, seen: Compared, site: Site, time_first: bool) -> Rule:
         if named is None:
             continue
         made = replace(rule, factor=named, softcap=cap)
-        for bias in _biases(site, made, seen, real - factor * plain.rebuilt, plain.visible):
+        indices = [one.bias.index for one in known if one.bias is not None and one.bias.index is not None]
+        for bias in _biases(site, made, seen, real - factor * plain.rebuilt, plain.visible, indices):
             logits = Logits.of(seen, replace(made, bias=bias).read(site), time_first)
             if logits.agree:
                 return replace(made, bias=bias)
@@ -443,8 +355,13 @@ def _factors(site: Site) -> Iterator[Factor]:
             yield from (Factor(width_power, name, power) for power in (1.0, -1.0, -0.5, 2.0))
 
 
-def _biases(site: Site, rule: Rule, seen: Compared, rest: Tensor, visible: Tensor) -> Iterator[BiasRule | None]:
-    """None, and those that the parameters met on the way to softmax allow; `rest` is what q·k leaves of the logits."""
+def _biases(
+    site: Site, rule: Rule, seen: Compared, rest: Tensor, visible: Tensor, indices: Sequence[Tensor]
+) -> Iterator[BiasRule | None]:
+    """None, and those that the parameters met on the way to softmax allow; `rest` is what q·k leaves of the logits.
+
+    `indices`: of the tables of other modules, as a shifted window may never show some of its pairs.
+    """
     yield None
     heads = rule.heads.groups * rule.heads.shared
     for name in seen.parameters:
@@ -458,6 +375,8 @@ def _biases(site: Site, rule: Rule, seen: Compared, rest: Tensor, visible: Tenso
             mean = rest.masked_fill(~visible, 0).sum(0) / count  # (H, Tq, Tk)
             index = torch.cdist(mean.permute(1, 2, 0).flatten(0, 1), table.double()).argmin(-1)
             yield BiasRule("table", name, index=index.view(rest.shape[2:]))
+        alike = (index for index in indices if index.shape == rest.shape[2:] and int(index.max()) < len(table))
+        yield from (BiasRule("table", name, index=index) for index in alike)
     if not seen.parameters:
         for scale in (1.0, rule.heads.width**-0.5):
             yield from (BiasRule("alibi", scale=scale, rounded=rounded) for rounded in (False, True))

@@ -24,9 +24,11 @@ from locater.models import twin as twins
 from locater.models.attention import Attention
 from locater.models.families import generic, mla
 from locater.models.flow import Compared, compared
-from locater.models.general import Logits, explain
+from locater.models.general import explain
+from locater.models.logits import Logits
 from locater.models.registry import LiveTensors, Site, family, inside, is_pretrained, nearest_config, reading
-from locater.models.rules import Unread
+from locater.models.rules import Rule, Unread
+from locater.models.unread import NO_SOFTMAX
 from locater.names import layer_positions
 
 if TYPE_CHECKING:
@@ -110,7 +112,7 @@ def _explained(model: Any) -> tuple[Proven, bool]:
     found = {*rules, *unread}
     for name, module in model.named_modules():
         if may_be_attention(module) and not any(inside(name, other) or inside(other, name) for other in found):
-            unread[name] = _NO_SOFTMAX if name in ran else _NOT_REACHED
+            unread[name] = NO_SOFTMAX if name in ran else _NOT_REACHED
     return Proven(rules, unread), _NOT_REACHED not in unread.values()
 
 
@@ -121,7 +123,8 @@ def _of_events(model: nn.Module, seen: list[Compared]) -> Proven:
     layers = _layers(modules)
     for name, events in modules.items():
         site = Site(name, nearest_config(model, name), tensors, model.get_submodule(name), model)
-        found = _explain(events, site, *layers[name])
+        others = [rule for read in rules.values() if isinstance(rule := getattr(read, "__self__", None), Rule)]
+        found = _explain(events, site, others, *layers[name])
         if isinstance(found, str):
             unread[name] = found
         else:
@@ -129,18 +132,19 @@ def _of_events(model: nn.Module, seen: list[Compared]) -> Proven:
     return Proven(rules, unread)
 
 
-_NO_SOFTMAX = "it computes no softmax over q·k"
 _NOT_REACHED = "the forward of its twin does not reach it"
 
 
 @torch.no_grad()
-def _explain(events: list[Compared], site: Site, number: int, layers: tuple[int, ...]) -> Read | str:
+def _explain(
+    events: list[Compared], site: Site, known_rules: list[Rule], number: int, layers: tuple[int, ...]
+) -> Read | str:
     """How the module is read, by the general reader or, where that does not understand it, a family's; or why not."""
     assert site.model is not None
     known = family(module=site.module)
     try:
         if known is None:
-            return replace(explain(events[0], site.model, site), number=number, layers=layers).read
+            return replace(explain(events[0], site.model, site, known_rules), number=number, layers=layers).read
         why = "its family does not rebuild its logits"
     except Unread as error:
         why = str(error)
@@ -249,7 +253,7 @@ def _prove_copy(model: nn.Module, attention: Mapping[str, nn.Module]) -> Proven:
     for name, module in attention.items():
         if any(inside(name, other) or inside(other, name) for other in (*rules, *unread)):
             continue
-        alone = _NO_SOFTMAX if name in ran else _read_alone(module, nearest_config(model, name), bool(name))
+        alone = NO_SOFTMAX if name in ran else _read_alone(module, nearest_config(model, name), bool(name))
         if isinstance(alone, str):
             unread[name] = alone
         else:

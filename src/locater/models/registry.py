@@ -6,15 +6,15 @@ name, a configuration and a layer number. The same function reads a live module 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
-from locater.errors import LocaterError
+from locater.errors import LocaterError, reason
 from locater.models.attention import Attention, Projection
+from locater.models.unread import warn_unread
 from locater.names import numbers_in, plain_name
 
 __all__ = [
@@ -175,21 +175,20 @@ class Reading:
 
     def __iter__(self) -> Iterator[Attention]:
         for read, site in self.sites:
-            yield read(site)
+            try:
+                yield read(site)
+            except LocaterError:
+                raise
+            except Exception as error:  # readers take the configuration at its word
+                what = f"the configuration does not describe {site.name}"
+                raise LocaterError(f"{what}: {type(error).__name__} {reason(error)}") from error
 
 
 def attentions(model: nn.Module) -> list[Attention]:
     """Every attention module of a live model that is read, in the order of its modules; a warning names the others."""
     found = reading(model)
-    if found.unread and found.sites:
-        warn_unread(found.unread)
+    warn_unread(found.unread, stacklevel=2)
     return list(found)
-
-
-def warn_unread(unread: Mapping[str, str]) -> None:
-    (name, why), *others = unread.items()
-    more = f", and {len(others)} others," if others else ""
-    warnings.warn(f"{name}{more} not read: {why}", stacklevel=3)
 
 
 def reading(model: nn.Module, tensors: Tensors | None = None) -> Reading:

@@ -247,6 +247,7 @@ class Rule:
     number: int = -1  # which of the numbers in the module's name is its layer's
     layers: tuple[int, ...] = ()  # that use the module, where several do
     parts: tuple[tuple[str, type], ...] = ()  # the modules inside the twin's
+    inner: str = ""  # a layer inside the module that makes what W_Q or W_K acts on
 
     def read(self, site: Site) -> Attention:
         self._check(site)
@@ -274,6 +275,7 @@ class Rule:
             input_norm=None if self.input_norm is None else self.input_norm.read(site),
             layer=min(self.layers_in(site)),
             layers=self.layers,
+            inner=self.inner,
         )
 
     def _check(self, site: Site) -> None:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from locater.errors import LocaterError, reason
+from locater.errors import LocaterError
 from locater.models.attention import Attention
 from locater.models.formats import UNQUANTISED
 from locater.models.howto import with_ten_lines
-from locater.models.registry import LiveTensors, Reading, reading
+from locater.models.registry import LiveTensors, reading
 from locater.models.unread import warn_unread
 from locater.names import plain_name
 from locater.qk import QK
@@ -145,7 +145,7 @@ def _modules(
         else:
             stored = model_or_path if isinstance(model_or_path, Checkpoint) else open_checkpoint(model_or_path)
             found = stored.reading(layers)
-            modules = _each(found, stored.origin)
+            modules = iter(found)
             if stored.traffic is not None:  # from the hub, where a request takes as long as a spectrum
                 modules = ahead(modules)
     unread = {
@@ -154,18 +154,6 @@ def _modules(
         if layers is None or not layers_in(name).isdisjoint(layers)
     }
     return (replace(attention, module=plain_name(attention.module)) for attention in modules), unread
-
-
-def _each(found: Reading, origin: str) -> Iterator[Attention]:
-    for read, site in found.sites:
-        try:
-            yield read(site)
-        except LocaterError:
-            raise
-        except Exception as error:  # readers take the configuration at its word
-            raise LocaterError(
-                f"{origin}: the configuration does not describe {site.name}: {type(error).__name__} {reason(error)}"
-            ) from error
 
 
 class _LiveWeights:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 TOKENS = 24  # of a twin's sequences
+FRAMES = 80  # of a twin's sounds
 _SHORT = 8  # windows and original lengths
 _HEADS = re.compile(r"(^|_)(heads?|num_attention_heads_per_(stage|layer))$")
 _KEY_HEADS = re.compile(r"(key_value|kv)_")
@@ -126,6 +127,8 @@ def _smaller(name: str, value: Any, ratio: Fraction) -> Any:
         return min(value, _SHORT)
     if _LENGTHS.search(name):
         return min(value, 2 * TOKENS)
+    if name == "max_source_positions":
+        return min(value, FRAMES // 2)  # of a sound, after a convolution of stride 2
     if _INNER.search(name):
         return min(value, 64)
     if _HEADS.search(name) or (_WIDTHS.search(name) and not _FIXED.search(name) and value >= 16):
@@ -252,7 +255,14 @@ def inputs(model: Any) -> Iterator[dict[str, Any]]:
     for name in ("input_features", "input_values"):
         if name in names:
             bins = next((n for key in _BINS if isinstance(n := getattr(config, key, None), int)), 80)
-            for shape in ((2, bins, 2 * 40), (2, 40, bins), (2, bins, 3000), (2, 4000), (2, 1, 8000), (2, 1024, 128)):
+            for shape in (
+                (2, bins, FRAMES),
+                (2, FRAMES // 2, bins),
+                (2, bins, 3000),
+                (2, 4000),
+                (2, 1, 8000),
+                (2, 1024, 128),
+            ):
                 yield {name: noise(*shape), **more}
     for name in ("hidden_states", "inputs_embeds", "encoder_hidden_states", "query_embeds"):
         if name in names:
