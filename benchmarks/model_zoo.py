@@ -38,7 +38,7 @@ from locater.models import twin as twins
 from locater.models.checkpoint import open_checkpoint
 from locater.models.registry import is_pretrained, reading
 
-SECONDS = 300  # for a type
+SECONDS = 120  # for a type
 CLOSE = 1e-4  # of the range of logits
 DEPTH = 8  # layers of each kind of stack: what differs between layers, differs among the first eight
 LAYERS = re.compile(r"^(num_(hidden_|encoder_|decoder_)?layers|n_layers?|(encoder|decoder)_layers|depth)$")

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from _llama import write_config
+
 HIDDEN, INNER, LAYERS, HEADS, KEY_HEADS, VOCABULARY = 2048, 5632, 22, 32, 4, 32000
 WIDTH = HIDDEN // HEADS
 
@@ -100,12 +102,7 @@ def make(folder: Path) -> float:
     for shard, tensors in shards.items():
         save_file(tensors, folder / shard, metadata={"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS,
-        "vocab_size": VOCABULARY, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "torch_dtype": "bfloat16",
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
+    write_config(folder, HIDDEN, INNER, LAYERS, HEADS, KEY_HEADS, VOCABULARY)
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 1e9
 
 

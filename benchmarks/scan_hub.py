@@ -21,6 +21,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "models"))
 from hub_server import Hub, serving
 
+from _llama import write_config
+
 HIDDEN, INNER, LAYERS, HEADS, KEY_HEADS, VOCABULARY, SHARDS = 4096, 14336, 32, 32, 8, 128256, 4
 WIDTH = HIDDEN // HEADS
 
@@ -78,12 +80,7 @@ def make(folder: Path) -> None:
                 opened.write(block * ((end - start) // len(block)))
             opened.truncate(8 + len(text) + at)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS,
-        "vocab_size": VOCABULARY, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "torch_dtype": "bfloat16",
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
+    write_config(folder, HIDDEN, INNER, LAYERS, HEADS, KEY_HEADS, VOCABULARY)
 
 
 def main() -> None:

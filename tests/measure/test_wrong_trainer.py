@@ -32,26 +32,29 @@ def callback(room, trainer, model, folder):
     return make(getattr(getattr(getattr(locater, room), trainer), name), model, folder)
 
 
-@pytest.mark.parametrize("room", CALLBACKS)
-def test_lightnings_is_refused_by_hugging_faces_trainer(room, model, tmp_path):
-    wrong, name = callback(room, "lightning", model, tmp_path), CALLBACKS[room][0]
-    words = (
-        f"locater.{room}.lightning.{name} is for Lightning's Trainer; for Hugging Face's: "
-        f"from locater.{room}.hf import {name}"
-    )
-    with pytest.raises(LocaterError, match=re.escape(words)):
-        InOrder(model, tmp_path, [wrong])
+def to_hugging_face(wrong, model, folder):
+    InOrder(model, folder, [wrong])
+
+
+def to_lightning(wrong, model, folder):
+    lightning_trainer(folder, [wrong]).fit(Module(model), DataLoader(Text(), batch_size=2))
 
 
 @pytest.mark.parametrize("room", CALLBACKS)
-def test_hugging_faces_is_refused_by_lightnings_trainer(room, model, tmp_path):
-    wrong, name = callback(room, "hf", model, tmp_path), CALLBACKS[room][0]
-    words = (
-        f"locater.{room}.hf.{name} is for Hugging Face's Trainer; for Lightning's: "
-        f"from locater.{room}.lightning import {name}"
+@pytest.mark.parametrize(
+    ("own", "whose", "others", "right", "give"),
+    [
+        ("lightning", "Lightning's", "Hugging Face's", "hf", to_hugging_face),
+        ("hf", "Hugging Face's", "Lightning's", "lightning", to_lightning),
+    ],
+)
+def test_the_other_librarys_trainer_refuses_it(room, own, whose, others, right, give, model, tmp_path):
+    wrong, name = callback(room, own, model, tmp_path), CALLBACKS[room][0]
+    said = (
+        f"locater.{room}.{own}.{name} is for {whose} Trainer; for {others}: from locater.{room}.{right} import {name}"
     )
-    with pytest.raises(LocaterError, match=re.escape(words)):
-        lightning_trainer(tmp_path, [wrong]).fit(Module(model), DataLoader(Text(), batch_size=2))
+    with pytest.raises(LocaterError, match=re.escape(said)):
+        give(wrong, model, tmp_path)
 
 
 def test_a_subclass_is_told_of_the_class_it_can_import(model, tmp_path):

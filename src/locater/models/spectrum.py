@@ -47,18 +47,9 @@ class Found:
     unread: dict[str, str]  # module to reason
 
 
-def spectra(
-    model_or_path: nn.Module | str | Path | Checkpoint,
-    *,
-    covariance: Tensor | Mapping[str, Tensor] | None = None,
-    offset: float = 0.0,
-    average_offsets: int | None = None,
-    fold_norm: bool = False,
-    layers: Collection[int] | None = None,
-) -> Iterator[Spectra]:
-    """W_QK of every attention module, one at a time; the arguments are those of `scan`. A warning names the unread."""
-    asked: dict[str, Any] = {"covariance": covariance, "offset": offset, "average_offsets": average_offsets}
-    found = find(model_or_path, **asked, fold_norm=fold_norm, layers=layers)
+def spectra(model_or_path: nn.Module | str | Path | Checkpoint, **asked: Any) -> Iterator[Spectra]:
+    """W_QK of every attention module, one at a time; what is asked is as in `scan`. A warning names the unread."""
+    found = find(model_or_path, **asked)
     warn_unread(found.unread, stacklevel=2)
     return found.spectra
 
