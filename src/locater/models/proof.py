@@ -77,8 +77,8 @@ def _prove_twin(kind: type, config: Any) -> Proven:
     for options in ({}, {"groups": 4}, {"together": True}, {"groups": 0}):
         try:
             model = twin(kind, config, **options)
-        except Exception as error:  # a configuration that is not consistent fails in any way
-            why = why or f"no small twin of {kind.__name__} can be built: {reason(error)}"
+        except LocaterError as error:
+            why = why or str(error)
             continue
         found, whole = _explained(model)
         if best is None or len(found.rules) > len(best.rules):
@@ -90,6 +90,15 @@ def _prove_twin(kind: type, config: Any) -> Proven:
 
 def twin(kind: Any, config: Any, **options: Any) -> Any:
     """A small model of this class with every parameter random, which computes its attention by torch's operators."""
+    try:
+        return _twin(kind, config, options)
+    except LocaterError:
+        raise
+    except Exception as error:  # a configuration that is not consistent fails in any way
+        raise LocaterError(f"no small twin of {kind.__name__} can be built: {reason(error)}") from error
+
+
+def _twin(kind: Any, config: Any, options: Mapping[str, Any]) -> Any:
     small = twins.shrunk(config, **options)
     if small._attn_implementation != "eager":
         small._attn_implementation = None  # torch's own function, where the class takes it
@@ -314,11 +323,12 @@ def prove(model: nn.Module, batch: Mapping[str, Any] | None = None) -> pd.DataFr
         else:
             kind = model.get_submodule(roots[0])
             model = twin(type(kind), kind.config)
+            twins.randomise(model, seed=5)  # other weights than those that the rules were found with
             seen, _ = _run(model)
     else:
         seen, _ = compared(model, functools.partial(model, **batch))
     events = _by_module(model, seen)
-    found = reading(model)
+    found = reading(model, any_at_all=False)
     for read, site in found.sites:
         row = {"module": site.name, "difference": math.nan, "range": math.nan, "reason": ""}
         if site.name not in events:

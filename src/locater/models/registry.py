@@ -191,8 +191,11 @@ def attentions(model: nn.Module) -> list[Attention]:
     return list(found)
 
 
-def reading(model: nn.Module, tensors: Tensors | None = None) -> Reading:
-    """How the attention modules of a model are read, from its parameters or from other tensors of the same names."""
+def reading(model: nn.Module, tensors: Tensors | None = None, *, any_at_all: bool = True) -> Reading:
+    """How the attention modules of a model are read, from its parameters or from other tensors of the same names.
+
+    `any_at_all`: a model of which none is read is an error.
+    """
     if not isinstance(model, nn.Module):
         raise LocaterError(f"expected a torch module, got {type(model).__name__}")
     from locater.models import proof
@@ -226,7 +229,7 @@ def reading(model: nn.Module, tensors: Tensors | None = None) -> Reading:
             taken.append(name)
             around = model if root is None else roots[root]
             sites.append((found, Site(name, nearest_config(model, name), stored, module, around, prefix)))
-    if not sites:
+    if not sites and any_at_all:
         raise LocaterError(_nothing_read(model, unread))
     return Reading(sites, unread)
 

@@ -296,6 +296,8 @@ class Rule:
     def _heads(self, site: Site) -> Heads:
         """By the layers' sizes, where those follow from the number of heads; else by the names of settings."""
         groups, shared, width = self.heads
+        if all(side.outputs(site) == side.blocks * width for side in (self.query, self.key)):
+            return self.heads  # as large as what it was found in
         total, keys = (None if name is None else setting(site, name) for name in self.counts)
 
         def counted(side: Side, mine: int) -> int | None:
