@@ -243,20 +243,21 @@ def table_of(found: Found, tokens: int, watch: Callable[[Spectra], None]) -> pd.
 
 def _rows(spectrum: Spectra, process: TokenProcess) -> dict[str, Any]:
     """The table of one module, by columns."""
-    attention, qk = spectrum.attention, spectrum.qk
+    attention, qk = spectrum.attention, spectrum.stored
     groups, per_group = qk.shape
     heads = groups * per_group
 
-    def column(values: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
-        return np.asarray(values.expand(groups, per_group).reshape(-1).cpu())
+    def column(values: list[Tensor]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.asarray(torch.cat([value.expand(1, per_group) for value in values]).reshape(-1).cpu())
 
-    scale, singular = column(qk.scale()), _singular_values(qk)
+    parts = [_numbers(one) for one in spectrum.groups()]
+    scale, singular = column([part[0] for part in parts]), torch.cat([part[1] for part in parts])
     share = singular / singular.sum(-1, keepdim=True).clamp(min=1e-300)
     root = np.sqrt(np.maximum(scale, 1e-300))
     trace = square = entropy = np.full(heads, np.nan)
     rho, names, shapes = np.full((heads, 1), np.nan), np.full(heads, ""), np.full(heads, "")
     if qk.square:
-        trace, square = column(qk.trace()), column(qk.trace_square())
+        trace, square = column([part[2] for part in parts]), column([part[3] for part in parts])
         temperature = 1 / abs(attention.scale)
         rho = gaussian_rho(trace, scale, square, process, temperature)
         shapes = np.asarray(regime(rho))
@@ -281,8 +282,8 @@ def _rows(spectrum: Spectra, process: TokenProcess) -> dict[str, Any]:
         "r": trace * attention.scale,
         "eigenvalue_mean": mean,
         "eigenvalue_variance": scale / qk.d_model - mean**2,
-        "spectral_norm": column(singular[..., 0]),
-        "effective_rank": column(torch.special.entr(share).sum(-1).exp()),
+        "spectral_norm": column(list(singular[..., 0].split(1))),
+        "effective_rank": column(list(torch.special.entr(share).sum(-1).exp().split(1))),
         "symmetric_share": 0.5 * (1 + square / np.maximum(scale, 1e-300)),
         "attention_regime": names,
         "attention_entropy": entropy,
@@ -294,6 +295,12 @@ def _rows(spectrum: Spectra, process: TokenProcess) -> dict[str, Any]:
         "qk_norm": attention.query_norm is not None,
         "softcap": attention.softcap,
     }
+
+
+def _numbers(qk: QK) -> tuple[Tensor, ...]:
+    """Scale and singular values; trace and trace of the square, where they exist."""
+    found = qk.scale(), _singular_values(qk)
+    return (*found, qk.trace(), qk.trace_square()) if qk.square else found
 
 
 def _singular_values(qk: QK) -> Tensor:

@@ -27,16 +27,28 @@ __all__ = ["Found", "Spectra", "find", "gathered", "is_sharded", "spectra"]
 
 @dataclass(frozen=True)
 class Spectra:
-    """One attention module's heads: W_QK (G, R) as it was asked for, in float64."""
+    """One attention module's heads: W_QK (G, R) as it was asked for."""
 
     attention: Attention
-    qk: QK
+    stored: QK  # in the precision of its weights
+
+    @property
+    def qk(self) -> QK:
+        """In float64."""
+        return QK(self.stored.w_q.double(), self.stored.w_k.double(), one_input=self.attention.one_input)
+
+    def groups(self) -> Iterator[QK]:
+        """One key head's after the other, (1, R): all of a large module's in float64 are hundreds of megabytes."""
+        w_q, w_k = self.stored.w_q, self.stored.w_k
+        for one in range(self.stored.shape[0]):
+            parts = (x[one : one + 1] if x.shape[0] > 1 else x for x in (w_q, w_k))
+            yield QK(*(x.double() for x in parts), one_input=self.attention.one_input)
 
     def eigenvalues(self) -> Tensor:
         """(heads, d_head), complex; one NaN a head where W_QK has none."""
-        if not self.qk.square:
-            return torch.full((self.qk.shape.numel(), 1), torch.nan, dtype=torch.complex128)
-        return self.qk.eigenvalues().flatten(0, 1)
+        if not self.stored.square:
+            return torch.full((self.stored.shape.numel(), 1), torch.nan, dtype=torch.complex128)
+        return torch.cat([one.eigenvalues() for one in self.groups()]).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -91,7 +103,7 @@ def _w_qk(attention: Attention, offset: float, average_offsets: int | None, fold
         qk = attention.qk_mean(average_offsets, fold_norm=fold)
     if not (torch.isfinite(qk.w_q).all() and torch.isfinite(qk.w_k).all()):
         raise LocaterError(f"{attention.module} has NaN or infinite weights; its spectrum does not exist")
-    return QK(qk.w_q.double(), qk.w_k.double(), one_input=attention.one_input)
+    return qk
 
 
 def _through(qk: QK, module: str, covariance: Tensor | Mapping[str, Tensor] | None) -> QK:
@@ -109,6 +121,7 @@ def _through(qk: QK, module: str, covariance: Tensor | Mapping[str, Tensor] | No
         raise LocaterError(
             f"the covariance for {module} must be {qk.d_model} × {qk.d_model}, got shape {tuple(sigma.shape)}"
         )
+    qk = QK(qk.w_q.double(), qk.w_k.double())
     values, vectors = torch.linalg.eigh(sigma.to(qk.w_q))
     if bool(values[0] < -1e-7 * values[-1]):
         raise LocaterError(f"the covariance for {module} must be positive semidefinite, it has {values[0]:.6g}")
