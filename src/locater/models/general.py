@@ -97,8 +97,8 @@ def _sides(seen: Compared, time_first: bool) -> tuple[_Seen, _Seen]:
 
 def _groups(k: Tensor) -> tuple[int, int]:
     """Key heads, and how many query heads see each."""
-    if not k.numel():
-        raise Unread("it compares nothing")
+    if not k.numel() or not bool(torch.isfinite(k).all()):
+        raise Unread("what it compares in its twin is nothing, or not finite")
     same = [bool((k[:, h] == k[:, 0]).all()) for h in range(k.shape[1])]
     shared = next((h for h, one in enumerate(same) if not one), len(same))
     if k.shape[1] % shared or not (k.unflatten(1, (-1, shared)) == k[:, ::shared, None]).all():

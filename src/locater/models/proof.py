@@ -157,8 +157,10 @@ def _explain(
         why = "its family does not rebuild its logits"
     except Unread as error:
         why = str(error)
+    except Exception as error:  # what somebody's model computes may be anything
+        why = f"it is not understood: {type(error).__name__} {reason(error)}"
     for read in (mla.read,) if known is None else (known.read,):
-        with contextlib.suppress(LocaterError, RuntimeError):
+        with contextlib.suppress(Exception):  # a family takes the configuration at its word
             if rebuilt(events[0], read(site)).agree:
                 return read
     return why
