@@ -62,13 +62,14 @@ class Path:
     parameters: tuple[str, ...] = ()  # met on the way, in order
     product: Product | None = None  # logits
     capped: bool = False  # by tanh, since the product
+    clamped: bool = False  # since the projection
 
     def __or__(self, other: Path) -> Path:
         if self is other:
             return self
         known = tuple(name for name in self.parameters if name not in other.parameters)
-        capped = self.capped or other.capped
-        return Path(self.sources | other.sources, known + other.parameters, self.product or other.product, capped)
+        flags = self.capped or other.capped, self.clamped or other.clamped
+        return Path(self.sources | other.sources, known + other.parameters, self.product or other.product, *flags)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +154,8 @@ class _Flow(TorchDispatchMode):
             return Path(product=None)
         if path is not None and path.product is not None and name == "tanh":
             path = replace(path, capped=True)
+        if path is not None and path.sources and name in ("clamp", "clamp_", "hardtanh", "hardtanh_"):
+            path = replace(path, clamped=True)
         return path
 
     def _product(self, given: list[Tensor], out: Tensor) -> Path | None:

@@ -31,7 +31,8 @@ _HEADS = (
     "num_heads", "n_heads", "num_attention_heads", "n_head", "heads", "nhead", "num_attn_heads", "attention_heads",
     "encoder_attention_heads", "decoder_attention_heads",
 )  # fmt: skip
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "num_key_value_groups")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
+_EPS = re.compile(r"norm.*eps|eps.*norm")
 _FACTOR = re.compile(r"scal|mult|temp|norm_factor|sqrt|query_pre_attn")
 
 
@@ -72,7 +73,7 @@ def _explain(seen: Compared, root: nn.Module, site: Site, known: Sequence[Rule],
     rule = Rule(
         site.name, query, key, heads, _counts(site, heads), Factor(0.0), rope,
         input_norm=_input_norm(of_query.source, of_key.source, root), kind=kind, inner=inner,
-        parts=tuple((name, type(part)) for name, part in _module(site).named_modules() if name),
+        parts=tuple((name, type(part)) for name, part in _module(site).named_modules()),
     )  # fmt: skip
     return _finished(rule, seen, site, known, time_first)
 
@@ -80,6 +81,8 @@ def _explain(seen: Compared, root: nn.Module, site: Site, known: Sequence[Rule],
 def _sides(seen: Compared, time_first: bool) -> tuple[_Seen, _Seen]:
     made = []
     for path, x in ((seen.query, seen.product.q), (seen.key, seen.product.k)):
+        if path.clamped:
+            raise Unread("queries or keys are clamped, which W_QK does not know of")
         if len(path.sources) != 1:
             names = ", ".join(sorted(source.weight for source in path.sources))
             raise Unread(f"queries or keys come out of several layers: {names}")
@@ -124,7 +127,8 @@ def _side(seen: _Seen, heads: Heads, each: int, root: nn.Module) -> tuple[Side, 
     others = [name for name in seen.parameters if name not in (source.weight, bias)]
     gains = [name for name in others if stored[name].numel() in sizes]  # others may be tables of positions
     reason = f"no outputs of {source.weight} are as long as what is compared"
-    for norm in _norm_rules(gains, stored, width):
+    eps = [v for k, v in getattr(getattr(root, "config", None), "__dict__", {}).items() if _EPS.search(k)]
+    for norm in _norm_rules(gains, stored, width, next((v for v in eps if isinstance(v, float)), 1e-6)):
         u, z = _normed(norm, blocks, seen.z, root, (heads.groups, each, width))
         where = None if u is None else _match(u, z)
         if u is None or where is None:
@@ -136,10 +140,10 @@ def _side(seen: _Seen, heads: Heads, each: int, root: nn.Module) -> tuple[Side, 
     raise Unread(reason + (f"; {', '.join(others[:3])} lie between" if others else ""))
 
 
-def _norm_rules(names: list[str], stored: Mapping[str, Tensor], width: int) -> Iterator[NormRule | None]:
+def _norm_rules(names: list[str], stored: Mapping[str, Tensor], width: int, eps: float) -> Iterator[NormRule | None]:
     """What may lie between a layer and the comparison, given the parameters met there."""
     if not names:
-        yield from (None, NormRule(), NormRule(centred=True, eps=1e-5))
+        yield from (None, NormRule(eps=eps), NormRule(), NormRule(centred=True, eps=1e-5))
         return
     gain, bias = names[0], names[1] if len(names) == 2 else None
     for after in (False, True):
@@ -217,7 +221,8 @@ def _rope(turned: list[list[Tensor]], root: nn.Module, width: int) -> RopeRule |
         for name, x in root.named_buffers()
         if name.endswith("inv_freq") and not name.endswith("original_inv_freq") and x.ndim == 1
     }
-    for size in dict.fromkeys([rotary, *(2 * len(f) for f in sources.values() if rotary <= 2 * len(f) <= width)]):
+    known = {2 * len(f) for f in sources.values() if rotary <= 2 * len(f) <= width}  # slow pairs hardly move in a twin
+    for size in dict.fromkeys([*sorted(known, reverse=True), rotary]):
         for interleaved in (False, True):
             found = [angles(u, z, size, interleaved) for u, z in scaled]
             both = [angle for angle in found if angle is not None]
@@ -349,6 +354,8 @@ def _factor(rebuilt: Tensor, real: Tensor, visible: Tensor) -> float:
 
 
 def _factors(site: Site) -> Iterator[Factor]:
+    own = [name for name in vars(_module(site)) if _FACTOR.search(name)]
+    yield from (Factor(0.0, name) for name in own)  # as it is now: it may be changed after the model was built
     yield from (Factor(-0.5), Factor(0.0), Factor(-1.0), Factor(-0.5, by_layer=True))
     for name in _names(site, _FACTOR.pattern):
         for width_power in (0.0, -0.5, -1.0):
@@ -374,7 +381,8 @@ def _biases(
         if bool(count.all()):
             mean = rest.masked_fill(~visible, 0).sum(0) / count  # (H, Tq, Tk)
             index = torch.cdist(mean.permute(1, 2, 0).flatten(0, 1), table.double()).argmin(-1)
-            yield BiasRule("table", name, index=index.view(rest.shape[2:]))
+            if len(index.unique()) == len(table):  # else a longer sequence may have rows that are not seen here
+                yield BiasRule("table", name, index=index.view(rest.shape[2:]))
         alike = (index for index in indices if index.shape == rest.shape[2:] and int(index.max()) < len(table))
         yield from (BiasRule("table", name, index=index) for index in alike)
     if not seen.parameters:

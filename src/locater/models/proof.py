@@ -29,7 +29,7 @@ from locater.models.logits import Logits
 from locater.models.registry import LiveTensors, Site, family, inside, is_pretrained, nearest_config, reading
 from locater.models.rules import Rule, Unread
 from locater.models.unread import NO_SOFTMAX
-from locater.names import layer_positions
+from locater.names import layer_positions, numbers_in
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -65,7 +65,10 @@ _TWINS: dict[tuple[type, str], Proven] = {}
 
 def proven(model: Any) -> Proven:
     """Of a model, live or on the meta device; its own forward is not run."""
-    key = type(model), model.config.to_json_string()
+    try:
+        key = type(model), model.config.to_json_string()
+    except TypeError:  # a setting that is no JSON
+        key = type(model), repr(model.config.to_dict())
     if key not in _TWINS:
         _TWINS[key] = _prove_twin(type(model), model.config)
     return _TWINS[key]
@@ -225,7 +228,8 @@ def _layers(modules: Mapping[str, list[Compared]]) -> dict[str, tuple[int, tuple
         alike = [other for other in modules if re.sub(r"\d+", "#", other) == re.sub(r"\d+", "#", name)]
         runs = {source.order: other for other in alike for one in modules[other] for source in one.query.sources}
         uses = tuple(i for i, order in enumerate(sorted(runs)) if runs[order] == name)
-        found[name] = number, uses if len(uses) > 1 else ()
+        # from the end: the model may be a part of another, whose name has numbers too
+        found[name] = number - len(numbers_in(name)), uses if len(uses) > 1 else ()
     return found
 
 
@@ -340,8 +344,8 @@ def prove(model: nn.Module, batch: Mapping[str, Any] | None = None) -> pd.DataFr
                 with torch.no_grad():
                     logits = rebuilt(events[site.name][0], read(site))
                 row |= {"difference": logits.difference, "range": logits.range}
-            except Unread as error:
-                row["reason"] = str(error)
+            except (LocaterError, RuntimeError) as error:
+                row["reason"] = reason(error)
         rows.append(row)
     unread = dict.fromkeys(events, "no reader") | found.unread
     rows += [

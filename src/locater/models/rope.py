@@ -37,6 +37,8 @@ class Rope:
             length = 0 if self.stretched is None else int(position.max()) + 1
             frequencies = self.frequencies if self.stretched is None else self.stretched(length)
             position = position.to(torch.float64)[:, None] * frequencies.to(position.device)
+        elif position.ndim != 2:
+            raise LocaterError("positions here are those of an image's patches: give their angles (T, pairs)")
         angle = position.to(torch.float64)
         return self.gain * angle.cos().to(dtype), self.gain * angle.sin().to(dtype)
 

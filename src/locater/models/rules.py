@@ -41,8 +41,8 @@ def setting(site: Site, name: str) -> Any:
     """An attribute of the module, or of its configuration."""
     owner, _, last = name.rpartition(".")
     module = site.module if site.module is None or not owner else getattr(site.module, owner, None)
-    found = getattr(module, last, None)
-    return site.config.get(name) if found is None else found
+    found = getattr(module, last, ...)
+    return site.config.get(name) if found is ... else found
 
 
 @dataclass(frozen=True)
@@ -214,8 +214,10 @@ class BiasRule:
         if self.kind == "buckets":
             return RelativeBias(table, self.bidirectional, int(setting(site, self.distance)))
         assert self.index is not None
-        if len(table) <= int(self.index.max()):
-            raise Unread(f"{site.name}: {self.table} has {len(table)} rows, and that of its twin more")
+        if len(table) != int(self.index.max()) + 1:
+            raise Unread(
+                f"{site.name}: {self.table} has {len(table)} rows, and that of its twin {int(self.index.max()) + 1}"
+            )
         return TableBias(table, self.index)
 
 
@@ -269,7 +271,7 @@ class Rule:
             rope=None if self.rope is None else self.rope.read(site),
             query_norm=query_norm,
             key_norm=key_norm,
-            softcap=None if self.softcap is None else float(setting(site, self.softcap)),
+            softcap=None if self.softcap is None or (cap := setting(site, self.softcap)) is None else float(cap),
             position_bias=None if self.bias is None else self.bias.read(site, groups * shared),
             bias_scale=1.0 if self.bias is None else self.bias.scale,
             input_norm=None if self.input_norm is None else self.input_norm.read(site),
@@ -283,11 +285,12 @@ class Rule:
         assert site.module is not None
         found = {plain_name(name): part for name, part in site.module.named_modules()}
         for name, kind in self.parts:
-            part = getattr(found.get(name), "base_layer", found.get(name))
-            if kind not in type(part).__mro__:
-                raise Unread(
-                    f"{site.name}.{name} is a {type(part).__name__}, and in a model of its class a {kind.__name__}"
-                )
+            part: Any = getattr(found.get(name), "base_layer", found.get(name))
+            patched = "forward" in getattr(part, "__dict__", {}) and not hasattr(part, "_hf_hook")  # accelerate's
+            if patched or kind not in type(part).__mro__ or type(part).forward is not kind.forward:  # type: ignore[attr-defined]
+                where = f"{site.name}.{name}".rstrip(".")
+                own = f"a {type(part).__name__}" if part is not None else "nothing"
+                raise Unread(f"{where} is {own} with a forward of its own, not the {kind.__name__} of its class")
 
     def layers_in(self, site: Site) -> set[int]:
         """The numbers of the layers that use it."""
@@ -307,7 +310,10 @@ class Rule:
             follows = side.blocks == mine or side.layout.kind == "by head" or shared == 1
             return outputs // width * mine // side.blocks if follows else None
 
-        total = counted(self.query, groups * shared) or total
+        found = counted(self.query, groups * shared)
+        if found is not None and isinstance(total, int) and found != total:
+            raise Unread(f"{site.name} has {total} heads, and {found} as wide as those of its twin")
+        total = found or total
         keys = counted(self.key, groups) or keys or total
         if not isinstance(total, int) or not isinstance(keys, int) or keys < 1 or total % keys:
             raise Unread(f"{site.name}: {total} query heads cannot share {keys} key heads")

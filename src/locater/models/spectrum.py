@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,11 @@ def find(
         raise LocaterError(f"offset must be a finite number, got {offset}")
     if average_offsets is not None and (not isinstance(average_offsets, int) or average_offsets < 1 or offset != 0):
         raise LocaterError("average_offsets must be a positive whole number, and offset 0 with it")
+    if layers is not None:
+        try:
+            layers = {index(layer) for layer in layers}
+        except TypeError:
+            raise LocaterError(f"layers must be a list of whole numbers, got {layers!r:.80}") from None
     modules, unread = _modules(model_or_path, layers)
 
     def each() -> Iterator[Spectra]:

@@ -35,7 +35,7 @@ _FIXED = re.compile(
 )
 _INNER = re.compile(r"intermediate_size|ffn_dim|d_ff|dff|n_inner|ffn_hidden_size|mlp_dim|dim_feedforward")
 _EXPERTS = re.compile(r"^(num|n|moe_num)_(\w+_)?experts$|zero_expert_num")
-_WINDOWS = re.compile(r"^(sliding_window(_size)?|attention_window|local_attention|attention_chunk_size)$")
+_WINDOWS = re.compile(r"^(sliding_window(_size)?|attention_window|local_attention|attention_chunk_size|floor_scale)$")
 _LENGTHS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|n_ctx)$")
 
 
@@ -69,7 +69,7 @@ def _head_counts(part: Any) -> dict[str, int]:
     for name, value in vars(part).items():
         if _HEADS.search(name):
             given = value if isinstance(value, list | tuple) else [value]
-            found |= {f"{name}.{i}" if i else name: n for i, n in enumerate(given) if isinstance(n, int) and n > 1}
+            found |= {f"{name}.{i}" if i else name: n for i, n in enumerate(given) if isinstance(n, int) and n > 0}
     return found
 
 
@@ -88,7 +88,9 @@ def _own_ratio(part: Any, most: int, each: int) -> Fraction:
     if not queries:
         return Fraction(1)
     heads, (groups, shared) = queries[0], _groups(part, queries[0])
-    return Fraction(min(groups, most) * min(shared, each), heads)
+    ratio = Fraction(min(groups, most) * min(shared, each), heads)
+    whole = all((n * ratio).denominator == 1 for n in queries)
+    return ratio if whole else _ratio(queries)  # heads keep their width, all of them
 
 
 def _groups(part: Any, heads: int) -> tuple[int, int]:
@@ -100,7 +102,14 @@ def _groups(part: Any, heads: int) -> tuple[int, int]:
 
 def _shrink(part: Any, ratio: Fraction, groups: int) -> None:
     size, side = getattr(part, "image_size", None), getattr(part, "patch_size", None)
-    if isinstance(size, int) and isinstance(side, int) and size > 4 * side and not hasattr(part, "depths"):
+    biased = any("relative_position" in name and value is True for name, value in vars(part).items())
+    if (
+        isinstance(size, int)
+        and isinstance(side, int)
+        and size > 4 * side
+        and not hasattr(part, "depths")
+        and not biased
+    ):
         part.image_size = 4 * side
     for name, value in list(vars(part).items()):
         if groups and _KEY_HEADS.search(name) and _HEADS.search(name) and isinstance(value, int):
@@ -165,7 +174,7 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
     """Every parameter random: also gains, which would hide behind their 1, and biases behind their 0."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        if not parameter.requires_grad or not parameter.is_floating_point():
+        if not parameter.requires_grad or not parameter.is_floating_point() or not parameter.numel():
             continue  # a constant, such as a table of sines
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
         if parameter.ndim < 2:
