@@ -75,20 +75,33 @@ def proven(model: Any) -> Proven:
 
 
 def _prove_twin(kind: type, config: Any) -> Proven:
-    best: Proven | None = None
+    """By the twin that reaches most; what no twin's forward reaches is called by itself."""
+    best: tuple[Proven, dict[str, Any]] | None = None
     why = ""
     for options in ({}, {"groups": 4}, {"together": True}, {"groups": 0}):
         try:
-            model = twin(kind, config, **options)
+            found = _explained(twin(kind, config, **options))
         except LocaterError as error:
             why = why or str(error)
             continue
-        found, whole = _explained(model)
-        if best is None or len(found.rules) > len(best.rules):
-            best = found
-        if whole:
+        if best is None or len(found.rules) > len(best[0].rules):
+            best = found, options
+        if _NOT_REACHED not in found.unread.values():
             break
-    return best or Proven({}, {"": why})
+    if best is None:
+        return Proven({}, {"": why})
+    if any(_few_slopes(read) for read in best[0].rules.values()):
+        with contextlib.suppress(LocaterError):
+            return _explained(twin(kind, config, groups=12))
+    if _NOT_REACHED in best[0].unread.values():
+        return _explained(twin(kind, config, **best[1]), alone=True)
+    return best[0]
+
+
+def _few_slopes(read: Any) -> bool:
+    """Whether it has ALiBi's slopes, all of them powers of two: rounding does not show in those."""
+    rule = getattr(read, "__self__", None)
+    return isinstance(rule, Rule) and rule.bias is not None and rule.bias.kind == "alibi"
 
 
 def twin(kind: Any, config: Any, **options: Any) -> Any:
@@ -116,16 +129,38 @@ def _twin(kind: Any, config: Any, options: Mapping[str, Any]) -> Any:
     return model
 
 
-def _explained(model: Any) -> tuple[Proven, bool]:
-    """How the twin's modules are read, and whether all that it has ran."""
+def _explained(model: Any, *, alone: bool = False) -> Proven:
+    """How the twin's modules are read; `alone`: those that its forward does not reach are called by themselves."""
     seen, ran = _run(model)
-    events = _of_events(model, seen)
-    rules, unread = events.rules, events.unread
-    found = {*rules, *unread}
+    found = _of_events(model, seen)
+    rules, unread = found.rules, found.unread
     for name, module in model.named_modules():
-        if may_be_attention(module) and not any(inside(name, other) or inside(other, name) for other in found):
+        if may_be_attention(module) and not any(
+            inside(name, other) or inside(other, name) for other in (*rules, *unread)
+        ):
             unread[name] = NO_SOFTMAX if name in ran else _NOT_REACHED
-    return Proven(rules, unread), _NOT_REACHED not in unread.values()
+    left = [name for name, why in unread.items() if why == _NOT_REACHED]
+    for name, read in (_called_alone(model, left) if alone else Proven({}, {})).rules.items():
+        rule = getattr(read, "__self__", None)
+        if not isinstance(rule, Rule) or rule.rope is None:  # positions would be invented
+            rules[name] = read
+            unread = {
+                other: why for other, why in unread.items() if not inside(other, name) and not inside(name, other)
+            }
+    return Proven(rules, unread)
+
+
+def _called_alone(model: Any, names: list[str]) -> Proven:
+    seen: list[Compared] = []
+    for name in names:
+        with twins.quietly():
+            for given in twins.alone(model.get_submodule(name)):
+                try:
+                    seen += compared(model, functools.partial(model.get_submodule(name), **given))[0]
+                except Exception:  # the wrong arguments fail in any way
+                    continue
+                break
+    return _of_events(model, seen)
 
 
 def _of_events(model: nn.Module, seen: list[Compared]) -> Proven:
@@ -175,17 +210,14 @@ def rebuilt(seen: Compared, attention: Attention) -> Logits:
 
 
 def _run(model: Any) -> tuple[list[Compared], set[str]]:
-    """What the twin compares, and the modules that ran; parts that are not reached are called by themselves."""
+    """What the twin compares, and the modules that ran; models in it that are not reached are called by themselves."""
     seen: list[Compared] = []
     ran: set[str] = set()
     for name, part in model.named_modules():
-        whole = is_pretrained(part)
-        if (not whole and not may_be_attention(part)) or (name in ran and not whole):
-            continue
-        if any(inside(one.product.module, name) or inside(name, one.product.module) for one in seen if name):
+        if not is_pretrained(part) or (name and any(inside(one.product.module, name) for one in seen)):
             continue
         with twins.quietly():
-            for given in twins.inputs(part) if whole else twins.alone(part):
+            for given in twins.inputs(part):
                 try:
                     more, names = compared(model, functools.partial(part, **given))
                 except Exception:  # the wrong arguments fail in any way

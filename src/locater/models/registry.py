@@ -231,7 +231,8 @@ def reading(model: nn.Module, tensors: Tensors | None = None, *, any_at_all: boo
             sites.append((found, Site(name, nearest_config(model, name), stored, module, around, prefix)))
     if not sites and any_at_all:
         raise LocaterError(_nothing_read(model, unread))
-    return Reading(sites, unread)
+    read_inside = {name for name in unread if any(inside(site.name, name) for _, site in sites)}
+    return Reading(sites, {name: why for name, why in unread.items() if name not in read_inside})
 
 
 def inside(name: str, other: str) -> bool:
