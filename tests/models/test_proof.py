@@ -110,13 +110,46 @@ def test_what_no_part_explains_is_refused_with_the_reason():
         scan(model)
 
 
-def test_a_module_that_is_not_read_is_named_and_the_others_are_read():
-    text = {**SMALL, "num_key_value_heads": 4}
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(**text))
-    model.model.layers[1].self_attn.q_proj = Doubled(model.model.layers[1].self_attn.q_proj)
+def patched(attention):
+    forward = attention.forward
+    attention.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+def exchanged(attention):
+    attention.q_proj = Doubled(attention.q_proj)
+
+
+@pytest.mark.parametrize("change", [patched, exchanged])
+def test_a_part_of_ones_own_is_named_and_the_others_are_read(change):
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**GROUPED))
+    change(model.model.layers[1].self_attn)
     whole = nn.ModuleDict({"first": model, "second": nn.MultiheadAttention(8, 2)})
     found = reading(whole)
-    assert [site.name for _, site in found.sites][-1] == "second"
+    assert [site.name for _, site in found.sites] == ["first.model.layers.0.self_attn", "second"]
+    (name, why), *others = found.unread.items()
+    assert (name, others) == ("first.model.layers.1.self_attn", [])
+    assert "with a forward of its own" in why
+
+
+def test_a_scale_that_was_changed_after_the_model_was_built_is_read_as_it_is():
+    model = randomised(tf.LlamaForCausalLM(tf.LlamaConfig(**GROUPED)))
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.05
+    assert worst(prove(model, {"input_ids": IDS})) < 1e-5
+    assert set(scan(model)["logit_scale"]) == {0.05}
+
+
+def test_heads_of_another_width_than_the_twins_are_refused():
+    config = tf.BartConfig(
+        d_model=96, encoder_attention_heads=12, decoder_attention_heads=8, encoder_layers=1, decoder_layers=1,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=VOCABULARY, max_position_embeddings=32,
+    )  # fmt: skip
+    found = {attention.module: attention.heads for attention in attentions(tf.BartModel(config))}
+    assert set(found.values()) <= {12, 8}
+    assert {name: heads for name, heads in found.items() if name.startswith("encoder")} in (
+        {},
+        {"encoder.layers.0.self_attn": 12},
+    )
 
 
 def test_uses_of_a_shared_module_have_rows_each():

@@ -34,7 +34,7 @@ from locater.names import layer_positions, numbers_in
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Proven", "may_be_attention", "prove", "proven", "proven_copy"]
+__all__ = ["Proven", "may_be_attention", "prove", "proven", "proven_copy", "replaced"]
 
 _LARGEST = 600_000_000  # parameters of a twin
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
@@ -51,6 +51,17 @@ class Proven:
     def of(self, name: str) -> Read | str | None:
         """How a module is read, or why it is not; None for a module around or inside one, or without attention."""
         return self.rules.get(name) or self.unread.get(name)
+
+
+def replaced(read: Read, site: Site) -> str | None:
+    """What of the module is not as it was proven, where something is not."""
+    rule = getattr(read, "__self__", None)
+    try:
+        if isinstance(rule, Rule):
+            rule.check(site)
+    except Unread as error:
+        return str(error)
+    return None
 
 
 def may_be_attention(module: nn.Module) -> bool:

@@ -223,12 +223,15 @@ def reading(model: nn.Module, tensors: Tensors | None = None, *, any_at_all: boo
         else:
             own = own or proof.proven_copy(model)
             found = own.of(name)
+        if found is not None and not isinstance(found, str):
+            around = model if root is None else roots[root]
+            site = Site(name, nearest_config(model, name), stored, module, around, prefix)
+            taken.append(name)
+            if (why := proof.replaced(found, site)) is None:
+                sites.append((found, site))
+            found = why
         if isinstance(found, str):
             unread[name] = found
-        elif found is not None:
-            taken.append(name)
-            around = model if root is None else roots[root]
-            sites.append((found, Site(name, nearest_config(model, name), stored, module, around, prefix)))
     if not sites and any_at_all:
         raise LocaterError(_nothing_read(model, unread))
     read_inside = {name for name in unread if any(inside(site.name, name) for _, site in sites)}

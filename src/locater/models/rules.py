@@ -252,7 +252,6 @@ class Rule:
     inner: str = ""  # a layer inside the module that makes what W_Q or W_K acts on
 
     def read(self, site: Site) -> Attention:
-        self._check(site)
         site = replace(site, tensors=_Once(site.tensors))
         heads = self._heads(site)
         groups, shared, width = heads
@@ -280,7 +279,7 @@ class Rule:
             inner=self.inner,
         )
 
-    def _check(self, site: Site) -> None:
+    def check(self, site: Site) -> None:
         """A part that somebody has replaced is not the one that was proven; wrapped and adapted ones are."""
         assert site.module is not None
         found = {plain_name(name): part for name, part in site.module.named_modules()}
