@@ -33,6 +33,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from locater import LocAteR, observe, scan
+from locater.errors import LocaterError
 from locater.models import Alibi
 from locater.models import twin as twins
 from locater.models.checkpoint import open_checkpoint
@@ -224,7 +225,7 @@ def built(kind, depth=DEPTH):
     for options in ({"groups": 4, "shared": 4}, {"groups": 2}, {"together": True}, {"groups": 0}):
         try:
             small = shallow(twins.shrunk(config, **options), depth)
-            small._attn_implementation = "eager"
+            small._attn_implementation = None  # what a user gets
             with torch.device("meta"):
                 size = sum(p.numel() for p in transformers.AutoModel.from_config(small).parameters())
             if size > 400e6:
@@ -311,11 +312,17 @@ def _saved(model, attentions):
 
 def _entropy(model, attentions):
     """The largest difference of a head's mean entropy, in nats, over sequences without padding."""
-    given = next((one for one in twins.inputs(model) if "attention_mask" not in one), None)
-    if given is None:
+    for given in (one for one in twins.inputs(model) if "attention_mask" not in one):
+        try:
+            with observe(model) as table:
+                seen, _ = watch(model, model, given)
+        except LocaterError:
+            raise
+        except Exception:  # the wrong arguments fail in any way
+            continue
+        break
+    else:
         return "no inputs"
-    with observe(model) as table:
-        seen, _ = watch(model, model, given)
     found, worst, count = table.table(), 0.0, 0
     for attention in attentions:
         events = [x for stack, x, shifted in seen if attention.module in stack and not shifted]

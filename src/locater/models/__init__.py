@@ -1,7 +1,9 @@
 """Where are W_Q and W_K in this model?"""
 
-from locater.models.attention import Alibi, Attention, Norm, Projection, RelativeBias, TableBias
+from locater.models.attention import Attention
 from locater.models.covariance import covariances
+from locater.models.parts import Norm, Projection
+from locater.models.positions import Alibi, GridKeys, QueryGain, RelativeBias, RelativeKeys, TableBias
 from locater.models.proof import prove
 from locater.models.registry import Site, attentions, register
 from locater.models.rope import Rope
@@ -10,9 +12,12 @@ from locater.models.scan import Scan, Spectra, scan, spectra
 __all__ = [
     "Alibi",
     "Attention",
+    "GridKeys",
     "Norm",
     "Projection",
+    "QueryGain",
     "RelativeBias",
+    "RelativeKeys",
     "Rope",
     "Scan",
     "Site",

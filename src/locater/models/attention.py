@@ -14,147 +14,13 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
+from locater.models.parts import Norm, Projection
+from locater.models.positions import PositionBias, PositionKeys, QueryGain
 from locater.models.rope import Rope
 from locater.qk import QK
 
-__all__ = ["Alibi", "Attention", "Norm", "Projection", "RelativeBias", "TableBias"]
+__all__ = ["Attention"]
 
-
-@dataclass(frozen=True)
-class Projection:
-    """A projection's weight inside the tensor that stores it.
-
-    `view` maps the stored tensor, or its gradient, to (G, R or 1, K, D) without copying: what is written
-    there is written into the model. Where the weight is `computed`, it makes it of `tensor` and `others` instead:
-    gradients reach them through autograd. Without others, it arranges entries of `tensor`, each at most once, among
-    constants.
-    """
-
-    tensor: Tensor
-    view: Callable[..., Tensor]
-    bias_tensor: Tensor | None = None
-    bias_view: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    others: tuple[Tensor, ...] = ()
-    computed: bool = False
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Every parameter of the weight."""
-        return (self.tensor, *self.others)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.view(*self.tensors)
-
-    @property
-    def shape(self) -> torch.Size:
-        """The weight's, none of which is made."""
-        return self.view(*(torch.empty(tensor.shape, device="meta") for tensor in self.tensors)).shape
-
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> Projection:
-        """Made of what the function makes of each parameter."""
-        return replace(self, tensor=function(self.tensor), others=tuple(map(function, self.others)))
-
-    @property
-    def bias(self) -> Tensor | None:
-        """(G, R or 1, K)."""
-        return None if self.bias_tensor is None else self.bias_view(self.bias_tensor)
-
-
-@dataclass(frozen=True)
-class Norm:
-    """RMSNorm or LayerNorm with its gain, over the last dimension."""
-
-    stored: Tensor | None  # the gain, or what is added to `base` to give it
-    eps: float
-    centred: bool = False  # LayerNorm subtracts the mean
-    bias: Tensor | None = None
-    base: float = 0.0
-    joint: bool = False  # over all heads (B, G, R, T, K) of a token together
-    after_rope: bool = False
-
-    @property
-    def gain(self) -> Tensor | None:
-        """As it is now: what is stored may be trained."""
-        return self.stored if self.stored is None or not self.base else self.base + self.stored
-
-    def __call__(self, x: Tensor) -> Tensor:
-        over = (-4, -3, -1) if self.joint else (-1,)
-        if self.centred:
-            x = x - x.mean(over, keepdim=True)
-        x = x * torch.rsqrt(x.square().mean(over, keepdim=True) + self.eps)
-        if (gain := self.gain) is not None:
-            x = x * gain
-        return x if self.bias is None else x + self.bias
-
-    def fold(self, weight: Tensor) -> Tensor:
-        """The linear part of the norm (gain, centring) folded into a weight (..., D) that follows it."""
-        if (gain := self.gain) is not None:
-            weight = weight * gain.to(weight.dtype)
-        return weight - weight.mean(-1, keepdim=True) if self.centred else weight
-
-
-@dataclass(frozen=True)
-class Alibi:
-    """slope · key position, added to the logits."""
-
-    slopes: Tensor  # (heads,)
-    rounded: bool = False  # Falcon multiplies in bfloat16
-
-    @classmethod
-    def of(cls, heads: int, *, rounded: bool = False) -> Alibi:
-        """2^(−8h/n) for a power of two n; the heads beyond one take every other slope of 2n."""
-        power = 1 << (heads.bit_length() - 1)
-        slopes = 2.0 ** (-8.0 * torch.arange(1, power + 1) / power)
-        between = 2.0 ** (-8.0 * torch.arange(1, 2 * (heads - power) + 1, 2) / (2 * power))
-        return cls(torch.cat([slopes, between]), rounded)
-
-    def __call__(self, query: Tensor, key: Tensor) -> Tensor:
-        del query  # a shift by the query's position does not change a softmax
-        slopes = self.slopes.bfloat16() if self.rounded else self.slopes
-        return (slopes[:, None] * key[None].to(slopes.device))[:, None, :].to(torch.float32)
-
-
-@dataclass(frozen=True)
-class RelativeBias:
-    """T5's learned bias per bucket of relative position."""
-
-    table: Tensor  # (buckets, heads)
-    bidirectional: bool
-    max_distance: int
-
-    def __call__(self, query: Tensor, key: Tensor) -> Tensor:
-        relative = key[None, :] - query[:, None]
-        buckets, start = len(self.table), torch.zeros_like(relative)
-        if self.bidirectional:
-            buckets //= 2
-            start = (relative > 0).long() * buckets
-            distance = relative.abs()
-        else:
-            distance = (-relative).clamp(min=0)
-        exact = buckets // 2
-        large = exact + (
-            torch.log(distance.float().clamp(min=1) / exact)
-            / math.log(self.max_distance / exact)
-            * (buckets - exact)
-        ).long().clamp(max=buckets - exact - 1)  # fmt: skip
-        bucket = start + torch.where(distance < exact, distance, large)
-        return self.table[bucket].permute(2, 0, 1)  # (heads, T_q, T_k)
-
-
-@dataclass(frozen=True)
-class TableBias:
-    """A learned bias for every pair of places in a window, as rows of a table."""
-
-    table: Tensor  # (rows, heads)
-    index: Tensor  # (T_q, T_k)
-
-    def __call__(self, query: Tensor, key: Tensor) -> Tensor:
-        del query, key  # a window has its own places
-        return self.table[self.index.to(self.table.device)].permute(2, 0, 1)
-
-
-PositionBias = Callable[[Tensor, Tensor], Tensor]
 States = Callable[[Tensor], Tensor]
 
 
@@ -174,6 +40,8 @@ class Attention:
     softcap: float | None = None
     position_bias: PositionBias | None = None
     bias_scale: float = 1.0  # of position_bias
+    query_gain: QueryGain | None = None
+    position_keys: PositionKeys | None = None
     input_norm: Norm | None = field(default=None, repr=False)
     # what W_Q and W_K act on, made of the states that enter the module; those states themselves where None
     query_input: States | None = field(default=None, repr=False)
@@ -236,6 +104,7 @@ class Attention:
         query_states = query_states if self.query_input is None else self.query_input(query_states)
         key_states = key_states if self.key_input is None else self.key_input(key_states)
         q = self._apply(self.query, query_states, self.query_norm, positions[0])
+        q = q if self.query_gain is None else q * self.query_gain(positions[0]).to(q)[:, None]
         return q, self._apply(self.key, key_states, self.key_norm, positions[1])
 
     def _apply(self, projection: Projection, states: Tensor, norm: Norm | None, position: Tensor) -> Tensor:
@@ -268,7 +137,10 @@ class Attention:
         else:
             q, k = self.project(query_states, key_states, positions)
             logits = q @ k.mT
-        logits = (logits * self.scale).flatten(1, 2)
+        logits = logits * self.scale
+        if self.position_keys is not None:
+            logits = logits + self.position_keys(q, k, positions, self.scale)
+        logits = logits.flatten(1, 2)
         if self.position_bias is not None:
             logits = logits + self.bias_scale * self.position_bias(*positions)
         if self.softcap is not None:

@@ -40,11 +40,12 @@ class Projected:
     norm: tuple[str, ...] = ()  # parameters that made the states, since the last product
     order: int = 0  # the later, the larger
     after: frozenset[str] = frozenset()  # weights of the layers whose outputs the states are made of
+    given: bool = False  # no parameter made the states: positions, or what the model is called with
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """q·k of heads."""
+    """q·k of heads, or of queries and what stands for positions."""
 
     q: Tensor  # (N, Tq, K)
     k: Tensor  # (N, Tk, K)
@@ -53,6 +54,11 @@ class Product:
     module: str  # innermost of those whose forward runs
     states: Tensor | None  # what entered it
 
+    @property
+    def of_positions(self) -> bool:
+        """Whether queries are compared with what no parameter made, or with parameters."""
+        return all(source.given for source in self.paths[1].sources)
+
 
 @dataclass(frozen=True)
 class Path:
@@ -60,7 +66,7 @@ class Path:
 
     sources: frozenset[Projected] = frozenset()
     parameters: tuple[str, ...] = ()  # met on the way, in order
-    product: Product | None = None  # logits
+    products: tuple[Product, ...] = ()  # logits
     capped: bool = False  # by tanh, since the product
     clamped: bool = False  # since the projection
 
@@ -68,8 +74,9 @@ class Path:
         if self is other:
             return self
         known = tuple(name for name in self.parameters if name not in other.parameters)
+        products = self.products + tuple(one for one in other.products if one not in self.products)
         flags = self.capped or other.capped, self.clamped or other.clamped
-        return Path(self.sources | other.sources, known + other.parameters, self.product or other.product, *flags)
+        return Path(self.sources | other.sources, known + other.parameters, products, *flags)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +87,7 @@ class Compared:
     logits: Tensor  # as softmax is given them
     parameters: tuple[str, ...]  # met between the product and softmax
     capped: bool = False  # by tanh between them
+    others: tuple[Product, ...] = ()  # that were added to it
 
     @property
     def query(self) -> Path:
@@ -132,8 +140,12 @@ class _Flow(TorchDispatchMode):
 
     def _softmax(self, x: Tensor) -> None:
         path = self.paths.get(x)
-        if path is not None and path.product is not None and x.shape[-1] >= path.product.k.shape[-2]:
-            self.found.append(Compared(_by_head(path.product, x), x.clone(), path.parameters, path.capped))
+        if path is None or not path.products:
+            return
+        product = next((one for one in path.products if not one.of_positions), path.products[0])
+        if x.shape[-1] >= product.k.shape[-2]:
+            others = tuple(one for one in path.products if one is not product)
+            self.found.append(Compared(_by_head(product, x), x.clone(), path.parameters, path.capped, others))
 
     def _path(self, name: str, given: list[Tensor], made: list[Tensor]) -> Path | None:
         if not made or not (made[0].is_floating_point() or made[0].is_complex()):
@@ -150,9 +162,9 @@ class _Flow(TorchDispatchMode):
             one = Path(parameters=(stored,)) if stored is not None else self.paths.get(x)
             if one is not None:
                 path = one if path is None else path | one
-        if path is not None and path.product is not None and name in _SOFTMAX:
-            return Path(product=None)
-        if path is not None and path.product is not None and name == "tanh":
+        if path is not None and path.products and name in _SOFTMAX:
+            return Path()
+        if path is not None and path.products and name == "tanh":
             path = replace(path, capped=True)
         if path is not None and path.sources and name in ("clamp", "clamp_", "hardtanh", "hardtanh_"):
             path = replace(path, clamped=True)
@@ -172,13 +184,16 @@ class _Flow(TorchDispatchMode):
             transposed = weight.ndim == 2 and weight.is_contiguous() and not swapped and weight.shape[1] > 1
             norm = () if before is None else before.parameters
             after = frozenset() if before is None else frozenset(source.weight for source in before.sources)
-            made = Projected(owner, states, out, transposed, start, bias, norm, next(self.order), after)
+            rest = bias, norm, next(self.order), after, before is None
+            made = Projected(owner, states, out, transposed, start, *rest)
             return Path(frozenset([made]))
         paths = self.paths.get(a), self.paths.get(b)
-        if None in paths or any(path.product is not None for path in paths) or not all(p.sources for p in paths):
+        if None in paths or any(path.products for path in paths):
             return None
+        if not all(path.sources for path in paths):  # queries with a table of positions
+            return Path(parameters=next((path.parameters for path in paths if not path.sources), ()))
         product = Product(a, b.mT, out, paths, *(self.modules[-1] if self.modules else ("", None)))
-        return Path(product=product)
+        return Path(products=(product,))
 
 
 def _by_head(product: Product, logits: Tensor) -> Product:

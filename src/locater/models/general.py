@@ -10,10 +10,12 @@ Legend: B batch, T tokens, G key heads, R query heads for each, H = G·R, K head
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,22 @@ from torch.nn import functional
 from locater.models.flow import Compared, Projected
 from locater.models.logits import CLOSE, Logits, angles, by_token
 from locater.models.registry import LiveTensors, Site
-from locater.models.rules import BiasRule, Factor, Heads, Layout, NormRule, RopeRule, Rule, Side, Unread, setting
+from locater.models.rules import (
+    BiasRule,
+    Factor,
+    GainRule,
+    GridRule,
+    Heads,
+    Layout,
+    NormRule,
+    RopeRule,
+    Rule,
+    Side,
+    SineRule,
+    TableRule,
+    Unread,
+    setting,
+)
 from locater.names import kind_of
 
 __all__ = ["explain"]
@@ -34,6 +51,9 @@ _HEADS = (
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
 _EPS = re.compile(r"norm.*eps|eps.*norm")
 _FACTOR = re.compile(r"scal|mult|temp|norm_factor|sqrt|query_pre_attn")
+_STRENGTH, _LENGTH = "^attn_scale$|scaling_beta$", "^floor_scale$|^original_max_position_embeddings$"
+_Given = TypeVar("_Given")
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -62,7 +82,11 @@ def _explain(seen: Compared, root: nn.Module, site: Site, known: Sequence[Rule],
     groups, shared = _groups(of_key.z)
     of_key = replace(of_key, z=of_key.z[:, ::shared])
     heads = Heads(groups, shared, of_query.z.shape[-1])
-    query, *turned_q = _side(of_query, heads, shared, root)
+    sines = list(_sines(seen, of_query, heads, site))
+    content = sines[0].content if sines else None
+    if content is not None:
+        of_query = _without(of_query, content, site.named(content))
+    query, gain, *turned_q = _queries(of_query, heads, root, site)
     key, *turned_k = _side(of_key, heads, 1, root)
     rope = _rope([turned_q, turned_k], root, heads.width)
     kind = kind_of(site.name, bool(site.config.get("is_encoder_decoder")))
@@ -71,11 +95,30 @@ def _explain(seen: Compared, root: nn.Module, site: Site, known: Sequence[Rule],
     made = sorted((of_query.source.after | of_key.source.after) - {of_query.source.weight, of_key.source.weight})
     inner = next((name for name in made if name.startswith(f"{site.name}." if site.name else "")), "")
     rule = Rule(
-        site.name, query, key, heads, _counts(site, heads), Factor(0.0), rope,
+        site.name, query, key, heads, _counts(site, heads), Factor(0.0), rope, query_gain=gain,
         input_norm=_input_norm(of_query.source, of_key.source, root), kind=kind, inner=inner,
         parts=tuple((name, type(part)) for name, part in _module(site).named_modules()),
     )  # fmt: skip
-    return _finished(rule, seen, site, known, time_first)
+    rules = [replace(rule, position_keys=one) for one in sines or (None, *_tables(seen, site, heads))]
+    return _first(rules, lambda one: _finished(one, seen, site, known, time_first))
+
+
+def _without(seen: _Seen, name: str, bias: Tensor) -> _Seen:
+    """Before a bias was added: torch's attention multiplies queries by a factor, which shows in how they vary."""
+    factor = (seen.z - seen.z.mean(2, keepdim=True)).norm() / (seen.y - seen.y.mean(1, keepdim=True)).norm()
+    z = seen.z - factor * bias.view(seen.z.shape[1], 1, -1)
+    return replace(seen, z=z, parameters=tuple(one for one in seen.parameters if one != name))
+
+
+def _first(candidates: Iterable[_Given], made: Callable[[_Given], _Made]) -> _Made:
+    """What is made of the first candidate of which anything is; what the first lacks, if nothing is."""
+    why = Unread("it has no parts")
+    for number, one in enumerate(candidates):
+        try:
+            return made(one)
+        except Unread as error:
+            why = error if number == 0 else why
+    raise why
 
 
 def _sides(seen: Compared, time_first: bool) -> tuple[_Seen, _Seen]:
@@ -138,6 +181,53 @@ def _side(seen: _Seen, heads: Heads, each: int, root: nn.Module) -> tuple[Side, 
             return Side(source.weight, bias, source.transposed, layout, total // width, norm), u[:, where], z
         reason = f"the heads of {source.weight} lie at {where}, an order that is not known"
     raise Unread(reason + (f"; {', '.join(others[:3])} lie between" if others else ""))
+
+
+def _queries(seen: _Seen, heads: Heads, root: nn.Module, site: Site) -> tuple[Side, GainRule | None, Tensor, Tensor]:
+    """As `_side`; also the gain by position that they have."""
+
+    def side(gain: GainRule | None) -> tuple[Side, GainRule | None, Tensor, Tensor]:
+        factor = 1.0 if gain is None else gain.read(site)(torch.arange(seen.z.shape[2]))[:, None].to(seen.z)
+        query, *turned = _side(replace(seen, z=seen.z / factor), heads, heads.shared, root)
+        return query, gain, turned[0], turned[1]
+
+    return _first([None, *_gains(site)], side)
+
+
+def _gains(site: Site) -> Iterator[GainRule]:
+    """By what settings have such names."""
+    for strength, length in itertools.product(_names(site, _STRENGTH), _names(site, _LENGTH)):
+        if all(_is_number(setting(site, name)) for name in (strength, length)):
+            yield from (GainRule(strength, length, shift) for shift in (0, 1))
+
+
+def _sines(seen: Compared, of_query: _Seen, heads: Heads, site: Site) -> Iterator[SineRule]:
+    """What else may be compared with the queries: keys of offsets, with the two biases that come with them."""
+    if not seen.others:
+        return
+    (other, *more), count = seen.others, heads.groups * heads.shared
+    source, *sources = other.paths[1].sources
+    if more or sources or not other.of_positions:
+        raise Unread("what softmax is given is the sum of several products")
+
+    def bias(names: Iterable[str]) -> str | None:
+        known = of_query.source.bias, of_query.source.weight.removesuffix("weight") + "bias"
+        return next((n for n in names if n not in known and site.named(n).numel() == count * heads.width), None)
+
+    names = bias(of_query.parameters), bias(other.paths[0].parameters)
+    keys = Side(source.weight, source.bias, source.transposed, Layout("together", (0, 0)), count)
+    for interleaved, sign in itertools.product((True, False), (1, -1)):
+        yield SineRule(keys, *names, interleaved, sign)
+
+
+def _tables(seen: Compared, site: Site, heads: Heads) -> Iterator[TableRule | GridRule]:
+    """Tables that queries are compared with: of offsets; or two, of the rows and columns of an image."""
+    names = [name for name in seen.parameters if site.named(name).shape[1:] == (heads.width,)]
+    for name, left, sign in itertools.product(names, (None, *_names(site, "^left_max")), (1, -1)):
+        yield TableRule(name, left, sign)
+    yield from (
+        GridRule(*pair) for pair in itertools.permutations(names, 2) if all(len(site.named(n)) % 2 for n in pair)
+    )
 
 
 def _norm_rules(names: list[str], stored: Mapping[str, Tensor], width: int, eps: float) -> Iterator[NormRule | None]:
@@ -300,6 +390,7 @@ def _names(site: Site, pattern: str) -> list[str]:
     """Of attributes of the module and its parts, and of settings."""
     parts = [("", _module(site)), *((f"{n}.", part) for n, part in _module(site).named_children())]
     own = [prefix + name for prefix, part in parts for name in vars(part)]
+    own += [f"{name}.{inner}" for name, value in site.config.items() if isinstance(value, Mapping) for inner in value]
     return [name for name in dict.fromkeys([*own, *site.config]) if re.search(pattern, name.rpartition(".")[2])]
 
 
@@ -309,10 +400,14 @@ def _names(site: Site, pattern: str) -> list[str]:
 def _finished(rule: Rule, seen: Compared, site: Site, known: Sequence[Rule], time_first: bool) -> Rule:
     """With the factor, the softcap and the bias that make the logits; Unread if none do."""
     best, about = math.inf, math.nan
-    caps = [name for name in _names(site, "softcap|softclamp") if _is_cap(setting(site, name))]
+    caps = [name for name in _names(site, "softcap|softclamp") if _is_number(setting(site, name))]
     plain = Logits.of(seen, rule.read(site), time_first)
+    fixed: Tensor | float = 0.0  # what no factor multiplies
+    if isinstance(rule.position_keys, GridRule):
+        whole, plain = plain, Logits.of(seen, replace(rule, position_keys=None).read(site), time_first)
+        fixed = whole.rebuilt.double() - plain.rebuilt.double()
     for cap in caps if seen.capped else (None,):
-        real = plain.real.double()
+        real = plain.real.double() - fixed
         if cap is not None:
             size = float(setting(site, cap))
             if bool((real[plain.visible].abs() >= size).any()):
@@ -334,7 +429,7 @@ def _finished(rule: Rule, seen: Compared, site: Site, known: Sequence[Rule], tim
     raise Unread(f"logits are not q·k times a factor, or not one that has a name (about {about:.3g}){off}")
 
 
-def _is_cap(value: object) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 

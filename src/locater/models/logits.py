@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from locater.models.attention import Alibi, Attention
+from locater.models.attention import Attention
 from locater.models.flow import Compared
+from locater.models.positions import Alibi
 from locater.models.rules import Unread
 
 __all__ = ["CLOSE", "Logits", "angles", "by_token"]
@@ -73,6 +74,8 @@ class Logits:
         if not bool(torch.isfinite(rebuilt).all()):
             raise Unread("what it compares in its twin is not finite")
         visible = real > real.amax(-1, keepdim=True) - _UNSEEN
+        if not bool(visible.any()):
+            raise Unread("all keys are masked in its twin")
         if isinstance(attention.position_bias, Alibi) or seen.logits.shape[-1] > keys:
             # a shift of all logits of a query, which no softmax sees: by its position, or by the largest of them
             count = visible.sum(-1, keepdim=True).clamp(min=1)
@@ -100,7 +103,7 @@ def _measured_angles(
     """Those (T, pairs) by which queries and keys of all heads and sequences are rotated."""
     rope, nowhere, found = attention.rope, torch.zeros(0), []
     assert rope is not None
-    sides = replace(attention, rope=None).project(states[0], states[1], (nowhere, nowhere))
+    sides = replace(attention, rope=None, query_gain=None).project(states[0], states[1], (nowhere, nowhere))
     for u, z in zip(sides, compared, strict=True):
         u = u.expand(-1, -1, len(compared[0]) // len(u) // u.shape[1], -1, -1).flatten(1, 2)
         z = z.reshape(u.shape)

@@ -71,15 +71,17 @@ def may_be_attention(module: nn.Module) -> bool:
 
 # ---------------------------------------------------------------------- Hugging Face's models, by their twins
 
-_TWINS: dict[tuple[type, str], Proven] = {}
+_TWINS: dict[Hashable, Proven] = {}
 
 
 def proven(model: Any) -> Proven:
-    """Of a model, live or on the meta device; its own forward is not run."""
+    """Of a model, live or on the meta device; its own forward is not run. Once for what its forward may depend on."""
     try:
-        key = type(model), model.config.to_json_string()
+        settings = model.config.to_json_string()
     except TypeError:  # a setting that is no JSON
-        key = type(model), repr(model.config.to_dict())
+        settings = repr(model.config.to_dict())
+    kinds = frozenset((kind, kind.forward) for kind in {type(part) for part in model.modules()})  # some are patched
+    key = type(model), settings, model.config._attn_implementation, kinds
     if key not in _TWINS:
         _TWINS[key] = _prove_twin(type(model), model.config)
     return _TWINS[key]
@@ -208,7 +210,7 @@ def _explain(
         why = str(error)
     except Exception as error:  # what somebody's model computes may be anything
         why = f"it is not understood: {type(error).__name__} {reason(error)}"
-    for read in (mla.read,) if known is None else (known.read,):
+    for read in mla.candidates() if known is None else (known.read,):
         with contextlib.suppress(Exception):  # a family takes the configuration at its word
             if rebuilt(events[0], read(site)).agree:
                 return read

@@ -13,7 +13,8 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor, nn
 
 from locater.errors import LocaterError, reason
-from locater.models.attention import Attention, Projection
+from locater.models.attention import Attention
+from locater.models.parts import Projection
 from locater.models.unread import warn_unread
 from locater.names import numbers_in, plain_name
 

@@ -8,7 +8,7 @@ Legend: G key heads, R query heads for each, K head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,13 +16,29 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.models.attention import Alibi, Attention, Norm, PositionBias, Projection, RelativeBias, TableBias
+from locater.models.attention import Attention
 from locater.models.families._parts import projection
+from locater.models.parts import Norm, Projection
+from locater.models.positions import (
+    Alibi,
+    GridKeys,
+    PositionBias,
+    PositionKeys,
+    QueryGain,
+    RelativeBias,
+    RelativeKeys,
+    SineKeys,
+    TableBias,
+    TableKeys,
+)
 from locater.models.registry import Site, Tensors
 from locater.models.rope import Rope
 from locater.names import plain_name
 
-__all__ = ["BiasRule", "Factor", "Heads", "Layout", "NormRule", "RopeRule", "Rule", "Side", "Unread", "setting"]
+__all__ = [
+    "BiasRule", "Factor", "GainRule", "GridRule", "Heads", "Layout", "NormRule", "RopeRule", "Rule", "Side", "SineRule",
+    "TableRule", "Unread", "setting",
+]  # fmt: skip
 
 _EPS = ("eps", "variance_epsilon", "epsilon", "norm_eps")
 
@@ -38,11 +54,14 @@ class Heads(NamedTuple):
 
 
 def setting(site: Site, name: str) -> Any:
-    """An attribute of the module, or of its configuration."""
+    """An attribute of the module, or of its configuration, or of a part of either."""
     owner, _, last = name.rpartition(".")
     module = site.module if site.module is None or not owner else getattr(site.module, owner, None)
     found = getattr(module, last, ...)
-    return site.config.get(name) if found is ... else found
+    if found is not ...:
+        return found
+    part = site.config.get(owner) if owner else site.config
+    return part.get(last) if isinstance(part, Mapping) else None
 
 
 @dataclass(frozen=True)
@@ -221,6 +240,65 @@ class BiasRule:
         return TableBias(table, self.index)
 
 
+@dataclass(frozen=True)
+class GainRule:
+    """Queries that grow with their position: the settings that say how."""
+
+    strength: str
+    length: str
+    shift: int
+
+    def read(self, site: Site) -> QueryGain:
+        strength, length = setting(site, self.strength), setting(site, self.length)
+        if not all(isinstance(x, int | float) for x in (strength, length)) or length <= 0:
+            raise Unread(f"{site.name}: {self.strength} and {self.length} are {strength!r:.40} and {length!r:.40}")
+        return QueryGain(float(strength), float(length), self.shift)
+
+
+@dataclass(frozen=True)
+class SineRule:
+    """Keys for offsets that a layer makes of sines, and the names of the two biases of queries."""
+
+    keys: Side
+    content: str | None
+    position: str | None
+    interleaved: bool
+    sign: int
+
+    def read(self, site: Site, heads: Heads) -> PositionKeys:
+        shape = heads.groups, heads.shared, heads.width
+        content, position = (None if n is None else site.named(n).view(shape) for n in (self.content, self.position))
+        keys = self.keys.projection(site, heads, heads.shared)
+        return RelativeKeys(SineKeys(keys, self.interleaved, self.sign), content, position)
+
+
+@dataclass(frozen=True)
+class TableRule:
+    """Keys for offsets in a table: its name, and the setting that says where offset 0 is; in the middle without."""
+
+    table: str
+    left: str | None
+    sign: int
+
+    def read(self, site: Site, heads: Heads) -> PositionKeys:
+        del heads  # they share them
+        table = site.named(self.table)
+        left = len(table) // 2 if self.left is None else int(setting(site, self.left))
+        return RelativeKeys(TableKeys(table, left, self.sign))
+
+
+@dataclass(frozen=True)
+class GridRule:
+    """Keys for rows and columns of an image: the names of their tables."""
+
+    rows: str
+    columns: str
+
+    def read(self, site: Site, heads: Heads) -> PositionKeys:
+        del heads  # they share them
+        return GridKeys(site.named(self.rows), site.named(self.columns))
+
+
 class _Once:
     """Loads every tensor once: a checkpoint's come from a disk or a server."""
 
@@ -244,6 +322,8 @@ class Rule:
     rope: RopeRule | None = None
     softcap: str | None = None
     bias: BiasRule | None = None
+    query_gain: GainRule | None = None
+    position_keys: SineRule | TableRule | GridRule | None = None
     input_norm: NormRule | None = None
     kind: str = "self"
     number: int = -1  # which of the numbers in the module's name is its layer's
@@ -273,6 +353,8 @@ class Rule:
             softcap=None if self.softcap is None or (cap := setting(site, self.softcap)) is None else float(cap),
             position_bias=None if self.bias is None else self.bias.read(site, groups * shared),
             bias_scale=1.0 if self.bias is None else self.bias.scale,
+            query_gain=None if self.query_gain is None else self.query_gain.read(site),
+            position_keys=None if self.position_keys is None else self.position_keys.read(site, heads),
             input_norm=None if self.input_norm is None else self.input_norm.read(site),
             layer=min(self.layers_in(site)),
             layers=self.layers,

@@ -35,7 +35,10 @@ _FIXED = re.compile(
 )
 _INNER = re.compile(r"intermediate_size|ffn_dim|d_ff|dff|n_inner|ffn_hidden_size|mlp_dim|dim_feedforward")
 _EXPERTS = re.compile(r"^(num|n|moe_num)_(\w+_)?experts$|zero_expert_num")
-_WINDOWS = re.compile(r"^(sliding_window(_size)?|attention_window|local_attention|attention_chunk_size|floor_scale)$")
+_WINDOWS = re.compile(
+    r"^(sliding_window(_size)?|attention_window|local_attention|attention_chunk_size|floor_scale"
+    r"|(left|right)_max_position_embeddings|\w+_max_relative_position)$"
+)
 _LENGTHS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|n_ctx)$")
 
 

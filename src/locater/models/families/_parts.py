@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.models.attention import Attention, Norm, Projection
+from locater.models.attention import Attention
 from locater.models.families._lora import LoRA
+from locater.models.parts import Norm, Projection
 from locater.models.registry import Site
 from locater.models.rope import Rope
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from locater.errors import LocaterError
-from locater.models.attention import Attention, Projection
+from locater.models.attention import Attention
+from locater.models.parts import Projection
 from locater.models.registry import Site
 
 NAMES = (("q_proj", "k_proj"), ("query", "key"), ("to_q", "to_k"), ("wq", "wk"), ("q", "k"), ("q_lin", "k_lin"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from locater.models.attention import Attention, Projection
+from locater.models.attention import Attention
 from locater.models.families._parts import Heads, layer_norm, projection, stacked
+from locater.models.parts import Projection
 from locater.models.registry import Site, register
 
 

@@ -10,25 +10,48 @@ Legend: H heads, N rows without rotation, P rotary rows, K = P + N, L width of t
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from locater.errors import LocaterError
-from locater.models.attention import Attention, Norm
+from locater.models.attention import Attention
 from locater.models.families._parts import projection, rope_from, rope_parameters
-from locater.models.registry import Site, register
+from locater.models.parts import Norm
+from locater.models.positions import QueryGain
+from locater.models.registry import Reader, Site, register
 from locater.models.rope import Rope
 
 _SIZES = ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
-_HALVES = {"minicpm3"}  # rotate halves, whatever rope_interleave says
-_UNROTATED = {"kimi_linear", "glm5_next", "glm5_next_text"}
-_WIDENED = {"longcat_flash"}  # latents are multiplied by √(hidden size / their width)
 _EPS = 1e-6  # of the latents' norms, whatever the configuration says of others
+
+
+class Variant(NamedTuple):
+    """What differs between models, and no setting says."""
+
+    rotary: str = "interleaved"  # or "halves", "none"
+    widened: bool = False  # latents are multiplied by √(hidden size / their width)
+    growing: bool = False  # queries grow with their position, as Llama 4's
+
+
+_OF_TYPES = {
+    "minicpm3": Variant("halves"),
+    "kimi_linear": Variant("none"),
+    "longcat_flash": Variant(widened=True),
+}
+
+
+def candidates() -> Iterator[Reader]:
+    """Readers among which a proof decides."""
+    yield read
+    for values in itertools.product(("interleaved", "halves", "none"), (False, True), (False, True)):
+        yield functools.partial(_read, variant=Variant(*values))
 
 
 @register(
@@ -39,15 +62,22 @@ _EPS = 1e-6  # of the latents' norms, whatever the configuration says of others
     paths=(r"(?:.*\.)?layers\.\d+\.self_attn(?:\.\d+)?",),
 )  # fmt: skip
 def read(site: Site) -> Attention:
+    """By the model's type and its settings, where nothing was proven."""
+    variant = _OF_TYPES.get(site.setting("model_type", default=""), Variant())
+    halves = variant.rotary == "interleaved" and not site.setting("rope_interleave", default=True)
+    return _read(site, variant._replace(rotary="halves") if halves else variant)
+
+
+def _read(site: Site, variant: Variant) -> Attention:
     sizes = [site.setting(name) for name in _SIZES]
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
+    if not all(isinstance(size, int) and size >= 0 for size in sizes) or sizes.count(0) > (sizes[2] == 0):
         raise LocaterError(f"{site.name}: {', '.join(_SIZES)} must be positive whole numbers, got {sizes!r:.80}")
     heads, nope, rotary, values, latent = sizes
-    kind, parameters = site.setting("model_type", default=""), rope_parameters(site)
+    parameters = rope_parameters(site)
 
     def of_query(t: Tensor) -> Tensor:
-        t = t.unflatten(0, (heads, 1, nope + rotary))
-        return torch.cat([t[:, :, nope:], t[:, :, :nope]], 2)  # (H, 1, K, …)
+        t = t.unflatten(0, (heads, 1, -1))  # a gate of the values may follow
+        return torch.cat([t[:, :, nope : nope + rotary], t[:, :, :nope]], 2)  # (H, 1, K, …)
 
     def of_key(t: Tensor) -> Tensor:
         """(H, 1, K, L + P): the shared key first, as its rows; W_UK below."""
@@ -55,11 +85,13 @@ def read(site: Site) -> Attention:
         passed = torch.eye(rotary, latent + rotary, dtype=t.dtype, device=t.device).expand(heads, 1, -1, -1)
         return torch.cat([passed, torch.nn.functional.pad(up, (rotary, 0))], 2)
 
+    gated = site.optional("q_gate_proj.weight") is not None  # of the latent, normed and not
     compressed = site.optional("q_a_layernorm.weight") is not None
-    query = projection(site, "q_b_proj" if compressed else "q_proj", of_query, computed=True)
+    name = "q_gate_proj" if gated else "q_b_proj" if compressed else "q_proj"
+    query = projection(site, name, of_query, computed=True)
     key = projection(site, "kv_b_proj", of_key, computed=True)
     down, norm = _linear(site, "kv_a_proj_with_mqa"), Norm(site.tensor("kv_a_layernorm.weight"), _EPS)
-    hidden = site.setting("hidden_size") if kind in _WIDENED else None
+    hidden = site.setting("hidden_size") if variant.widened else None
 
     def widened(x: Tensor) -> Tensor:
         return x if hidden is None else x * (hidden / x.shape[-1]) ** 0.5
@@ -73,18 +105,23 @@ def read(site: Site) -> Attention:
         query_down, query_norm = _linear(site, "q_a_proj"), Norm(site.tensor("q_a_layernorm.weight"), _EPS)
 
         def query_input(states: Tensor) -> Tensor:
-            return widened(query_norm(query_down(states)))
+            x = query_down(states)
+            return torch.cat([query_norm(x), x], -1) if gated else widened(query_norm(x))
 
+    gain = None
+    if variant.growing:
+        gain = QueryGain(parameters["llama_4_scaling_beta"], parameters["original_max_position_embeddings"])
     numbers = [int(n) for n in re.findall(r"(?:^|\.)(\d+)(?=\.|$)", site.name)[-2:]]
     return site.attention(
         query,
         key,
         scale=(nope + rotary) ** -0.5 * _logarithmic(parameters, parameters.get("mscale_all_dim") or 0.0) ** 2,
-        rope=None if kind in _UNROTATED else _rope(site, parameters, rotary, kind not in _HALVES),
+        rope=None if variant.rotary == "none" else _rope(site, parameters, rotary, variant.rotary == "interleaved"),
         query_input=query_input,
         key_input=key_input,
+        query_gain=gain,
         shared_key_rows=rotary,
-        layer=2 * numbers[0] + numbers[1] if kind in _WIDENED and len(numbers) == 2 else site.layer,
+        layer=2 * numbers[0] + numbers[1] if variant.widened and len(numbers) == 2 else site.layer,
     )
 
 
@@ -111,7 +148,6 @@ def _type(parameters: Mapping[str, Any]) -> str:
 
 def _rope(site: Site, parameters: Mapping[str, Any], width: int, interleaved: bool) -> Rope:
     """YaRN: frequencies that turn often in the original context stay, slow ones are divided by `factor`."""
-    interleaved = interleaved and bool(site.setting("rope_interleave", default=True))
     if _type(parameters) != "yarn":
         return rope_from(parameters, width, site, interleaved=interleaved)
     rope = rope_from({**parameters, "rope_type": "default"}, width, site, interleaved=interleaved)
