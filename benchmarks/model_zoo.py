@@ -77,11 +77,12 @@ class Softmaxes(TorchFunctionMode):
             ours = [(x.shape[-2], x.shape[-1] - extra, *self.stack[-1:]) for extra in (0, 1)]
             found = next((i for i, one in enumerate(ours) if one in sizes), None) if x.ndim >= 3 else None
             if found is not None:
-                self.add(x[..., : x.shape[-1] - found].detach().clone(), bool(found))
+                x = x.detach().clone()
+                self.add(x[..., : x.shape[-1] - found], x[..., x.shape[-1] - found :] if found else None)
         return result
 
-    def add(self, logits, shifted=False):
-        self.seen.append((tuple(self.stack), logits, shifted))
+    def add(self, logits, sink=None):
+        self.seen.append((tuple(self.stack), logits, sink))
 
 
 def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -93,7 +94,7 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
         logits = logits.masked_fill(~torch.ones(logits.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
     if attn_mask is not None:
         logits = logits.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else logits + attn_mask
-    return logits.detach(), False
+    return logits.detach(), None
 
 
 def _flat(x):
@@ -166,7 +167,7 @@ def difference(attention, model, events, states):
     if q is None or k is None:
         return math.nan
     best = math.inf
-    for real, shifted in events:
+    for real, sink in events:
         tq, tk = real.shape[-2:]
         real = real.reshape(-1, attention.heads, tq, tk)
         orders = [(q.reshape(-1, tq, q.shape[-1]), k.reshape(-1, tk, k.shape[-1]))]
@@ -176,7 +177,7 @@ def difference(attention, model, events, states):
             if a.shape[1] != tq or b.shape[1] != tk or len(a) != len(real):
                 continue
             for positions in _positions(attention, states.get(("angles", attention.module)), tq, tk):
-                best = min(best, _off(attention, a, b, real, shifted, positions))
+                best = min(best, _off(attention, a, b, real, sink is not None, positions))
     if best == math.inf and attention.rope is not None and not attention.rope.on_a_line:
         return math.nan  # the angles of its patches are not among its arguments
     return best
@@ -198,7 +199,7 @@ def _positions(attention, given, tq, tk):
 def _off(attention, a, b, real, shifted, positions):
     rebuilt = attention.logits(a, b, positions=positions)
     visible = real > real.amax(-1, keepdim=True) - 50
-    if shifted or isinstance(attention.position_bias, Alibi):
+    if shifted or bool((real.amax(-1) == 0).all()) or isinstance(attention.position_bias, Alibi):
         count = visible.sum(-1, keepdim=True).clamp(min=1)
         real, rebuilt = (x - x.masked_fill(~visible, 0).sum(-1, keepdim=True) / count for x in (real, rebuilt))
     kept = real[visible]
@@ -262,7 +263,7 @@ def examine(kind, depth=DEPTH):
         attentions, reasons = [], {"": str(error)[:300]}
     covered = set()
     for attention in attentions:
-        events = [(x, shifted) for stack, x, shifted in seen if attention.module in stack]
+        events = [(x, sink) for stack, x, sink in seen if attention.module in stack]
         covered |= {i for i, (stack, *_) in enumerate(seen) if attention.module in stack}
         try:
             off = difference(attention, model, events, states) if events else math.nan
@@ -313,6 +314,9 @@ def _saved(model, attentions):
 def _entropy(model, attentions):
     """The largest difference of a head's mean entropy, in nats, over sequences without padding."""
     for given in (one for one in twins.inputs(model) if "attention_mask" not in one):
+        for name in given.keys() & {"input_ids", "decoder_input_ids"}:
+            pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+            given[name] = torch.where(given[name] == pad, pad + 1, given[name]) if isinstance(pad, int) else given[name]
         try:
             with observe(model) as table:
                 seen, _ = watch(model, model, given)
@@ -325,11 +329,20 @@ def _entropy(model, attentions):
         return "no inputs"
     found, worst, count = table.table(), 0.0, 0
     for attention in attentions:
-        events = [x for stack, x, shifted in seen if attention.module in stack and not shifted]
+        events = [(x, sink) for stack, x, sink in seen if attention.module in stack]
         rows = found[found["module"] == attention.module]
         if len(events) != 1 or len(rows) != attention.heads:
             continue
-        p = events[0].reshape(-1, attention.heads, *events[0].shape[-2:]).double().softmax(-1)
+        logits, sink = events[0]
+        logits = logits.reshape(-1, attention.heads, *logits.shape[-2:])
+        apart = getattr(model.get_submodule(attention.module.partition("@")[0]), "sinks", None)
+        if sink is None and apart is not None:  # it multiplies what attention makes, instead of being a key
+            sink = apart.detach().view(-1, 1, 1).expand(*logits.shape[:-1], 1)
+        p = (
+            (logits if sink is None else torch.cat([logits, sink.reshape(*logits.shape[:-1], 1)], -1))
+            .double()
+            .softmax(-1)
+        )
         wanted = torch.special.entr(p).sum(-1).mean((0, 2))
         worst, count = max(worst, float((wanted - torch.tensor(rows["entropy"].to_numpy())).abs().max())), count + 1
     return worst if count else "nothing to compare"

@@ -26,7 +26,7 @@ def assert_read(row):
     assert row["unread"] == {}
     assert row["gradient"] < 1e-5
     assert row["saved"] < 1e-9
-    assert isinstance(row["entropy"], str) or row["entropy"] < 1e-5  # where there are sinks, probabilities lack them
+    assert isinstance(row["entropy"], str) or row["entropy"] < 1e-5  # text: what cannot be compared, and why
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -76,7 +76,8 @@ class Logits:
         visible = real > real.amax(-1, keepdim=True) - _UNSEEN
         if not bool(visible.any()):
             raise Unread("all keys are masked in its twin")
-        if isinstance(attention.position_bias, Alibi) or seen.logits.shape[-1] > keys:
+        less_largest = bool((real.amax(-1) == 0).all())
+        if isinstance(attention.position_bias, Alibi) or seen.logits.shape[-1] > keys or less_largest:
             # a shift of all logits of a query, which no softmax sees: by its position, or by the largest of them
             count = visible.sum(-1, keepdim=True).clamp(min=1)
             real, rebuilt = (x - x.masked_fill(~visible, 0).sum(-1, keepdim=True) / count for x in (real, rebuilt))
