@@ -36,7 +36,7 @@ def layer_positions(names: Iterable[str]) -> dict[str, int]:
     return found
 
 
-_CROSS = re.compile(r"cross|encoder_attn|EncDec|multihead_attn|x_attn", re.IGNORECASE)
+_CROSS = re.compile(r"cross|encoder_attn|EncDec|multihead_attn|x_attn|^attn2$", re.IGNORECASE)
 
 
 def kind_of(name: str, halves: bool) -> str:

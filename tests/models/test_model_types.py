@@ -12,11 +12,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import model_zoo
 
 FEW = [
-    "albert", "bart", "beit", "bert", "bloom", "clip", "cohere", "deepseek_v3", "dinov2", "gemma2", "glm", "gpt2",
-    "gpt_neox", "gpt_oss", "gptj", "mixtral", "modernbert", "olmo2", "qwen3", "qwen3_next", "smollm3", "swin", "t5",
-    "wav2vec2", "whisper",
+    "albert", "bart", "beit", "bloom", "cohere", "deepseek_v3", "gemma2", "glm", "gpt_oss", "llama4_text", "mistral4",
+    "mixtral", "modernbert", "mpnet", "olmo2", "parakeet_encoder", "qwen3", "qwen3_next", "sam_vision_model",
+    "smollm3", "swin", "t5", "wav2vec2", "wav2vec2-bert", "whisper",
 ]  # fmt: skip
-DEPTHS = {"qwen3_next": 4, "beit": 12, "dinov2": 12}  # the first with a softmax; their configurations count layers
+# the first with a softmax, or without rotary embeddings; their configurations count layers
+DEPTHS = {"qwen3_next": 4, "llama4_text": 4, "beit": 12}
 
 
 def assert_read(row):

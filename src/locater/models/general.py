@@ -470,7 +470,8 @@ def _biases(
         table = site.named(name)
         if table.ndim != 2 or table.shape[1] != heads:
             continue
-        for distance in _names(site, "max_distance"):
+        distances: list[str | int] = [*_names(site, "max_distance"), 128]  # T5's, where no setting says it
+        for distance in distances:
             yield from (BiasRule("buckets", name, bidirectional=both, distance=distance) for both in (True, False))
         count = visible.sum(0)  # of windows some may have parts that are masked
         if bool(count.all()):

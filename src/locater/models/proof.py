@@ -362,24 +362,34 @@ def prove(model: nn.Module, batch: Mapping[str, Any] | None = None) -> pd.DataFr
     """
     import pandas as pd
 
-    rows: list[dict[str, Any]] = []
-    if batch is None:
-        roots = [name for name, part in model.named_modules() if is_pretrained(part)]
-        if not roots:
-            model = copies.copied(model)
-            names = [name for name, part in model.named_modules() if may_be_attention(part)]
-            seen, _ = copies.seen_at_work(model, names)
-            if not seen:
-                raise LocaterError(f"how a {type(model).__name__} is called is not known: give prove a batch")
-        else:
-            kind = model.get_submodule(roots[0])
-            model = twin(type(kind), kind.config)
-            twins.randomise(model, seed=5)  # other weights than those that the rules were found with
-            seen, _ = _run(model)
+    if batch is not None:
+        rows = _rows(model, compared(model, functools.partial(model, **batch))[0])
     else:
-        seen, _ = compared(model, functools.partial(model, **batch))
-    events = _by_module(model, seen)
-    found = reading(model, any_at_all=False)
+        parts = {name: part for name, part in model.named_modules() if is_pretrained(part)}
+        outermost = [name for name in parts if not any(name != other and inside(name, other) for other in parts)]
+        rows = [row for name in outermost for row in _twin_rows(parts[name], f"{name}." if name else "")]
+        rows = rows if outermost else _copy_rows(model)
+    return pd.DataFrame(rows, columns=["module", "difference", "range", "reason"])
+
+
+def _twin_rows(model: Any, prefix: str) -> list[dict[str, Any]]:
+    made = twin(type(model), model.config)
+    twins.randomise(made, seed=5)  # other weights than those that the rules were found with
+    return [row | {"module": prefix + row["module"]} for row in _rows(made, _run(made)[0])]
+
+
+def _copy_rows(model: nn.Module) -> list[dict[str, Any]]:
+    made = copies.copied(model)
+    seen, _ = copies.seen_at_work(made, [name for name, part in made.named_modules() if may_be_attention(part)])
+    if not seen:
+        raise LocaterError(f"how a {type(model).__name__} is called is not known: give prove a batch")
+    return _rows(made, seen)
+
+
+def _rows(model: nn.Module, seen: list[Compared]) -> list[dict[str, Any]]:
+    """A row for every module that is read, and for every other in which a softmax was seen."""
+    events, found = _by_module(model, seen), reading(model, any_at_all=False)
+    rows = []
     for read, site in found.sites:
         row = {"module": site.name, "difference": math.nan, "range": math.nan, "reason": ""}
         if site.name not in events:
@@ -393,9 +403,8 @@ def prove(model: nn.Module, batch: Mapping[str, Any] | None = None) -> pd.DataFr
                 row["reason"] = reason(error)
         rows.append(row)
     unread = dict.fromkeys(events, "no reader") | found.unread
-    rows += [
+    return rows + [
         {"module": name, "difference": math.nan, "range": math.nan, "reason": why}
         for name, why in unread.items()
         if name not in {row["module"] for row in rows}
     ]
-    return pd.DataFrame(rows, columns=["module", "difference", "range", "reason"])

@@ -222,7 +222,7 @@ class BiasRule:
     table: str = ""
     scale: float = 1.0
     bidirectional: bool = False
-    distance: str = ""
+    distance: str | int = ""  # where buckets end, or the setting that says it
     index: Tensor | None = None
     rounded: bool = False
 
@@ -231,7 +231,8 @@ class BiasRule:
             return Alibi.of(heads, rounded=self.rounded)
         table = site.named(self.table)
         if self.kind == "buckets":
-            return RelativeBias(table, self.bidirectional, int(setting(site, self.distance)))
+            distance = setting(site, self.distance) if isinstance(self.distance, str) else self.distance
+            return RelativeBias(table, self.bidirectional, int(distance))
         assert self.index is not None
         if len(table) != int(self.index.max()) + 1:
             raise Unread(
