@@ -95,6 +95,6 @@ def test_a_class_that_is_patched_after_its_proof_is_proven_again(monkeypatch):
     model, _ = growing()
     assert len(attentions(model)) == 2
     kind = type(model.layers[0].self_attn)
-    monkeypatch.setattr(kind, "forward", lambda _, states, *__, **___: (states, None))
+    monkeypatch.setattr(kind, "forward", lambda _, hidden_states, *__, **___: (hidden_states, None))
     with pytest.raises(LocaterError, match="no softmax over q·k"):
         attentions(model)
