@@ -421,13 +421,12 @@ def outcome(row):
 
 # why a module is not read, by what its reason says
 REASONS = {
-    "positions that act through the queries (Transformer-XL's, DeBERTa's)": "bias_u|rel_pos|q_bias|lie between",
-    "queries or keys out of several layers": "several layers",
-    "keys in blocks, bands or n-grams": "which are no|no reader|as long as",
-    "logits that are not q·k times a factor": "times a factor",
+    "queries or keys out of several layers": "several (layers|products)",
+    "keys in blocks, bands, pools or n-grams": "which are no|no reader|as long as",
+    "logits that are more than q·k, a factor and positions that are known": "times a factor|clamped",
     "a forward that the twin's inputs do not reach": "reach|cannot be",
     "no projection of the queries": "no softmax",
-}  # fmt: skip
+}
 
 
 def table(rows):

@@ -104,16 +104,14 @@ def _groups(part: Any, heads: int) -> tuple[int, int]:
 
 
 def _shrink(part: Any, ratio: Fraction, groups: int) -> None:
-    size, side = getattr(part, "image_size", None), getattr(part, "patch_size", None)
+    size, side, tube = (getattr(part, name, None) for name in ("image_size", "patch_size", "tubelet_size"))
+    side = tube[-1] if side is None and isinstance(tube, list | tuple) else side
     biased = any("relative_position" in name and value is True for name, value in vars(part).items())
-    if (
-        isinstance(size, int)
-        and isinstance(side, int)
-        and size > 4 * side
-        and not hasattr(part, "depths")
-        and not biased
-    ):
-        part.image_size = 4 * side
+    if isinstance(side, int) and not hasattr(part, "depths") and not biased:
+        if isinstance(size, int):
+            part.image_size = min(size, 4 * side)
+        elif isinstance(size, list | tuple) and all(isinstance(n, int) for n in size):
+            part.image_size = type(size)(min(n, 4 * side) for n in size)
     for name, value in list(vars(part).items()):
         if groups and _KEY_HEADS.search(name) and _HEADS.search(name) and isinstance(value, int):
             new: Any = min(value, groups)
@@ -139,6 +137,8 @@ def _smaller(name: str, value: Any, ratio: Fraction) -> Any:
         return min(value, _SHORT)
     if _LENGTHS.search(name):
         return min(value, 2 * TOKENS)
+    if name in ("num_frames", "frames_per_clip"):
+        return min(value, 4)
     if name == "max_source_positions":
         return min(value, FRAMES // 2)  # of a sound, after a convolution of stride 2
     if _INNER.search(name):
