@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from locater.control._groups import Group, Groups, RateOf
+from locater.control._groups import Groups, RateOf
+from locater.control._moves import MovedGroup, Step, stacked_initial
 from locater.control._numbers import checked_number, checked_strength
 from locater.control._parameters import HeldBy, refuse_computed
 from locater.control.apply import LocAteRForm, Regulariser, Schedule, around_step, traces
@@ -74,9 +75,11 @@ class DecoupledLocAteR(Regulariser):
         if joint:
             raise LocaterError(f"{joint[0]} trains W_QK itself, not its factors: use LocAteR")
         refuse_computed(self.attentions, "DecoupledLocAteR")
-        self._groups = Groups(self.attentions, Group)
+        self._groups = Groups(self.attentions, MovedGroup)
         # (G, R, 2)
-        self._initial = {plain_name(one.module): self.rule.start(read_heads([one]))[0] for one in self.attentions}
+        self._initial = {
+            plain_name(one.module): self.rule.start(read_heads([one]).grams())[0] for one in self.attentions
+        }
 
     @property
     def target(self) -> float | None:
@@ -111,13 +114,20 @@ class DecoupledLocAteR(Regulariser):
             trained, biases_trained = (
                 (isinstance(q, Tensor) or q > 0, isinstance(k, Tensor) or k > 0) for q, k in (own, of_biases)
             )
-            for members in group.stacks() if any(trained) else ():
+            if not any(trained):
+                continue
+            step = Step(self.rule, self.strength, trained, biases_trained, group.rates[0] == group.rates[1])
+            work = group.on_device(step, self._initial)
+            if work is not None:
+                work(own, factor, self.step + 1)
+                continue
+            for members in group.stacks():
                 heads = read_heads(members, trained, biases_trained)
-                initial = torch.stack([self._initial[plain_name(member.module)].to(heads.qk.w_q) for member in members])
+                initial = stacked_initial(self._initial, members).to(heads.qk.w_q)
+                grams = heads.grams(pulled=self.rule.pulls(heads.rope, heads.qk.square))
                 q, k = (heads.qk.w_q.new_zeros(1, 1, 1) + rate for rate in own)
-                pair = (q, q) if group.rates[0] == group.rates[1] else (q, k)
-                new = self.rule.step(heads, initial, self.step + 1, pair, self.strength, factor)
-                write_heads(members, heads, new)
+                move = step.of(grams, heads.logit_scale, initial, self.step + 1, (q, k), factor)
+                write_heads(members, heads, heads.moved(move))
 
     def _hook(self, optimizer: Optimizer, held: HeldBy, undo: ExitStack) -> None:
         def after() -> None:
@@ -142,7 +152,7 @@ class DecoupledLocAteR(Regulariser):
             values |= traces(attention.module, heads.qk)
             name = plain_name(attention.module)
             baseline = baseline_scale(self._initial[name].to(heads.qk.w_q), attention.scale, self.step)
-            values[f"{name}/growth"] = float((self.rule.start(heads)[0] / baseline).amax(-1).mean())
+            values[f"{name}/growth"] = float((self.rule.start(heads.grams())[0] / baseline).amax(-1).mean())
         return values
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from locater.control._parameters import gathered, is_sharded, projections, spread
+from locater.control.grams import Grams, Move, Pair
 from locater.models import Attention, Norm, Rope
 from locater.qk import QK
 
-__all__ = ["Heads", "read_heads", "rotary_scale", "write_heads"]
+__all__ = ["Heads", "read_heads", "write_heads"]
 
-Pair: TypeAlias = tuple[Tensor | None, Tensor | None]
 View: TypeAlias = Callable[[Tensor], Tensor]
 
 
@@ -51,44 +51,52 @@ class Heads:
         w_q, w_k = self.qk.w_q * f_q[..., None, None], self.qk.w_k * f_k[..., None, None]
         return replace(self, qk=QK(w_q, w_k), biases=(biases[0], biases[1]))
 
+    def moved(self, move: Move) -> Heads:
+        (s_q, s_k), (w_q, w_k) = move.shrink, (self.qk.w_q, self.qk.w_k)
+        # 1 − shrink in one product would round the weights themselves where products are TF32
+        if move.pull is None:
+            new_q, new_k = w_q - s_q @ w_q, w_k - s_k @ w_k
+        else:
+            c_q, c_k = (c[..., None, None] for c in move.pull)
+            new_q = w_q - torch.addcmul(s_q @ w_q, c_q, w_k)
+            if self.shared_keys:
+                new_k = w_k - (s_k @ w_k + (c_k * w_q).sum(-3, keepdim=True))
+            else:
+                new_k = w_k - torch.addcmul(s_k @ w_k, c_k, w_q)
+        heads = self.with_weights(new_q, new_k)
+        return heads if move.factors is None else heads.scaled(*move.factors)
+
     def scale(self) -> Tensor:
         """tr(W_QKᵀW_QK) (…); with rotary positions the largest that any offset can make it, or a bound of that."""
-        w_q, w_k = self.qk.w_q, self.qk.w_k
-        return rotary_scale(w_q @ w_q.mT, w_k @ w_k.mT, self.rope)
+        return self.grams().scale()
 
     def effective_scale(self) -> Tensor:
-        """`scale` with the norm before attention and the biases folded in: the variance of q·k between independent
-        tokens whose coordinates have unit variance where the norm scales them.
+        """`scale` with the norm before attention and the biases folded in: `Grams.effective_scale`."""
+        return self.grams().effective_scale()
 
-        The norm's gain is trained too, and may grow where W_QK does not. What all queries have in common, a bias and
-        the norm's shift, is compared with every key. What all keys have in common moves all logits of a query alike,
-        which a softmax does not see, unless keys are rotated with their position.
-        """
-        gram_q = self._effective_gram(self.qk.w_q, self.biases[0], True)
-        gram_k = self._effective_gram(self.qk.w_k, self.biases[1], self.rope is not None, self.qk.square)
-        return rotary_scale(gram_q, gram_k, self.rope)
+    def grams(self, *, pulled: bool = False) -> Grams:
+        """The products that rules depend on; `pulled`: those, too, that a pull of the trace asks for."""
+        w_q, w_k, norm = self.qk.w_q, self.qk.w_k, self.norm
+        of_q, of_k = w_q @ w_q.mT, w_k @ w_k.mT
+        trace = self.qk.trace() if self.qk.square else None
+        folded_q, folded_k = w_q, w_k
+        shifts: Pair = (None, None)
+        if norm is not None:
+            folded_q, folded_k = norm.fold(w_q), norm.fold(w_k) if self.qk.square else w_k
+            if norm.centred:  # D coordinates of mean 0 are D long in D − 1 dimensions
+                longer = (w_q.shape[-1] / max(1, w_q.shape[-1] - 1)) ** 0.5
+                folded_q, folded_k = folded_q * longer, folded_k * longer if self.qk.square else folded_k
+            if norm.bias is not None:
+                shift = torch.atleast_2d(norm.bias).mT.to(w_q.dtype)
+                shifts = (w_q @ shift)[..., 0], (w_k @ shift)[..., 0] if self.qk.square else None
+        folded = (of_q, of_k) if norm is None else (folded_q @ folded_q.mT, folded_k @ folded_k.mT)
+        cross = folded_q @ folded_k.mT if pulled else None
 
-    def _effective_gram(self, w: Tensor, bias: Tensor | None, with_common: bool, normed: bool = True) -> Tensor:
-        """E[x xᵀ] (…, K, K) of queries or keys x, with or without what all of them have in common.
+        def combined(c: Tensor) -> Tensor:
+            both = (c[..., None, None] * folded_q).sum(-3, keepdim=True)
+            return both @ both.mT
 
-        The norm is that of the queries' states: keys that are made of others are not `normed`.
-        """
-        norm = self.norm if normed else None
-        folded = w if norm is None else norm.fold(w)
-        gram = folded @ folded.mT
-        if norm is not None and norm.centred:  # D coordinates of mean 0 are D long in D − 1 dimensions
-            gram = gram * (w.shape[-1] / max(1, w.shape[-1] - 1))
-        shift = None if norm is None else norm.bias
-        if not with_common or (bias is None and shift is None):
-            return gram
-        common = torch.zeros_like(w[..., :1]) if bias is None else bias[..., None]  # (…, K, 1)
-        common = common if shift is None else common + w @ torch.atleast_2d(shift).mT.to(w.dtype)
-        return gram + common * common.mT
-
-
-def rotary_scale(gram_q: Tensor, gram_k: Tensor, rope: Rope | None) -> Tensor:
-    """tr(W_QKᵀW_QK) (…) from W Wᵀ (…, K, K) of both factors; with RoPE the largest that rotary angles can give."""
-    return (gram_q * gram_k).sum((-2, -1)) if rope is None else rope.largest_product(gram_q, gram_k)
+        return Grams(of_q, of_k, trace, folded, cross, shifts, self.biases, self.rope, combined)
 
 
 # ---------------------------------------------------------------------- the modules of a model

@@ -10,12 +10,14 @@ Legend: K head width, D model width; leading dimensions are heads, with any befo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from locater.control.heads import Heads, rotary_scale
+from locater.control.grams import Grams, Move
+from locater.control.heads import Heads
 from locater.models import Rope
 from locater.qk import QK
 
@@ -37,43 +39,53 @@ class Decoupled:
     target: float | None = None
     growing_only: bool = True
 
-    def start(self, heads: Heads) -> Tensor:
+    def start(self, grams: Grams) -> Tensor:
         """What has to be remembered: the initial scales (…, 2), W_QK's own and the effective one."""
-        return torch.stack([heads.scale(), heads.effective_scale()], dim=-1)
+        return torch.stack([grams.scale(), grams.effective_scale()], dim=-1)
+
+    def pulls(self, rope: Rope | None, square: bool) -> bool:
+        """Whether the trace is moved: grams have to know then what it does to the effective scale."""
+        return square and (self.target is not None or rope is None)
 
     def step(
         self,
-        heads: Heads,
+        grams: Grams,
+        logit_scale: float,
         initial: Tensor,
         update: Tensor | int,
         rates: tuple[Tensor, Tensor],
         strength: Tensor | float,
         factor: Tensor | float,
-    ) -> Heads:
-        """The heads after one step. `rates` are those of W_Q and W_K, `factor` is the schedule's.
+        trained: tuple[bool, bool] = (True, True),
+    ) -> Move:
+        """What one step does. `rates` are those of W_Q and W_K, `factor` is the schedule's.
 
         Where one rate is smaller, that factor moves by its part of the step.
         """
         rate = rates[0] if rates[0] is rates[1] else torch.maximum(*rates)
         size = rate * strength * factor
-        pulled = size if self.target is not None or heads.rope is None else torch.zeros_like(size)
-        target = torch.full_like(size, 2 / heads.logit_scale if self.target is None else self.target)
+        pulled = size if self.pulls(grams.rope, grams.trace is not None) else None
+        target = torch.full_like(size, 2 / logit_scale if self.target is None else self.target)
         baseline = None
         if self.growing_only:
-            baseline, effective_baseline = baseline_scale(initial, heads.logit_scale, update).unbind(-1)
-        w_q, w_k = decoupled_step(heads.qk, size, pulled, target, baseline, heads.rope)
+            baseline, effective_baseline = baseline_scale(initial, logit_scale, update).unbind(-1)
+        move = _move(grams, size, pulled, target, baseline)
         if rates[0] is not rates[1]:
-            parts = [torch.where(rate > 0, one / rate, 0.0)[..., None, None] for one in rates]
-            w_q, w_k = heads.qk.w_q.lerp(w_q, parts[0]), heads.qk.w_k.lerp(w_k, parts[1])
-        moved = heads.with_weights(w_q, w_k)
+            move = _in_parts(move, [torch.where(rate > 0, one / rate, 0.0) for one in rates])
         if baseline is None:
-            return moved
-        growth = moved.effective_scale() / effective_baseline
-        held = factor if isinstance(factor, Tensor) else min(factor, 1.0)
-        limit = limit_factors(growth, held, heads.trained, heads.shared_keys)
+            return move
+        growth = grams.moved(move).effective_scale() / effective_baseline
+        held = factor.clamp(max=1) if isinstance(factor, Tensor) else min(factor, 1.0)
+        limit = limit_factors(growth, held, trained, grams.shared_keys)
         # a step that a GradScaler skips has rates of 0 on the device
         f_q, f_k = (torch.where(rate > 0, one, 1.0) for one in limit)
-        return moved.scaled(f_q, f_k)
+        return replace(move, factors=(f_q, f_k))
+
+
+def _in_parts(move: Move, parts: Sequence[Tensor]) -> Move:
+    q, k = parts
+    pull = None if move.pull is None else (move.pull[0] * q, move.pull[1] * k)
+    return replace(move, shrink=(move.shrink[0] * q[..., None, None], move.shrink[1] * k[..., None, None]), pull=pull)
 
 
 def baseline_scale(initial: Tensor, logit_scale: float, update: Tensor | int = 0) -> Tensor:
@@ -125,39 +137,31 @@ def decoupled_step(
     and growth is that of the largest scale that any rotary angles can give; the trace is that of offset 0. A W_QK
     without a trace makes the scale's step alone.
     """
-    products = _Products.of(qk)
+    heads = Heads(qk, 1.0, rope=rope)
+    moved = heads.moved(_move(heads.grams(), scale_step, mean_step if qk.square else None, target, baseline)).qk
+    return moved.w_q, moved.w_k
+
+
+def _move(grams: Grams, scale_step: Tensor, mean_step: Tensor | None, target: Tensor, baseline: Tensor | None) -> Move:
+    products = _Products(grams.q, grams.k, grams.shared_keys)
     if baseline is not None:
-        scale_step = scale_step * (products.largest_scale(rope) / baseline - 1).clamp(0, 1)
-    shrink_q, shrink_k = products.averaged(rope).damped(scale_step)
-    if products.trace is None:
-        return qk.w_q - shrink_q @ qk.w_q, qk.w_k - shrink_k @ qk.w_k
+        scale_step = scale_step * (grams.scale() / baseline - 1).clamp(0, 1)
+    shrink = products.averaged(grams.rope).damped(scale_step)
+    if mean_step is None or grams.trace is None:
+        return Move(shrink, None)
     if baseline is not None:
-        target = torch.maximum(target, products.trace)
-    pull = products.damped_pull(products.trace, mean_step, target)[..., None, None]
-    # matrices of a weight's size are read and written as seldom as may be; 1 − shrink · gram in one product would round
-    # the weights themselves where products are TF32
-    w_q = qk.w_q - torch.addcmul(shrink_q @ qk.w_q, pull, qk.w_k)
-    if products.shared_keys:
-        return w_q, qk.w_k - (shrink_k @ qk.w_k + (pull * qk.w_q).sum(-3, keepdim=True))
-    return w_q, qk.w_k - torch.addcmul(shrink_k @ qk.w_k, pull, qk.w_q)
+        target = torch.maximum(target, grams.trace)
+    pull = products.damped_pull(grams.trace, mean_step, target)
+    return Move(shrink, (pull, pull))
 
 
 @dataclass(frozen=True)
 class _Products:
-    """W_Q W_Qᵀ, W_K W_Kᵀ (…, K, K) and, if it has one, tr W_QK (…): what the size of a step is computed from."""
+    """W_Q W_Qᵀ and W_K W_Kᵀ (…, K, K): what the size of a step is computed from."""
 
     gram_q: Tensor
     gram_k: Tensor
-    trace: Tensor | None
     shared_keys: bool
-
-    @classmethod
-    def of(cls, qk: QK) -> _Products:
-        shared = qk.w_k.ndim > 2 and qk.w_k.shape[-3] < qk.w_q.shape[-3]
-        return cls(qk.w_q @ qk.w_q.mT, qk.w_k @ qk.w_k.mT, qk.trace() if qk.square else None, shared)
-
-    def largest_scale(self, rope: Rope | None) -> Tensor:
-        return rotary_scale(self.gram_q, self.gram_k, rope)
 
     def averaged(self, rope: Rope | None) -> _Products:
         """With rotary positions, each gram is the mean of itself and of its mean over all offsets."""

@@ -241,7 +241,7 @@ class DecoupledLocAteR(Method):
         self._rope = rope_of(config, strength.device)
 
     def start(self, values: Parameters) -> None:
-        self._initial = self.rule.start(all_heads(values, self.config, self._rope))  # (E, L, H, 2)
+        self._initial = self.rule.start(all_heads(values, self.config, self._rope).grams())  # (E, L, H, 2)
         self._updates = torch.zeros_like(self.strength)
 
     def state(self) -> dict[str, Tensor]:
@@ -253,8 +253,10 @@ class DecoupledLocAteR(Method):
         rate, strength = rate[:, None, None], self.strength[:, None, None]
         # products of what does not lie together would copy it each time
         dense = heads.with_weights(heads.qk.w_q.contiguous(), heads.qk.w_k.contiguous())
+        grams = dense.grams(pulled=self.rule.pulls(heads.rope, True))
         update = self._updates[:, None, None, None]
-        set_heads(heads, self.rule.step(dense, self._initial, update, (rate, rate), strength, factor))
+        move = self.rule.step(grams, heads.logit_scale, self._initial, update, (rate, rate), strength, factor)
+        set_heads(heads, dense.moved(move))
         return True
 
 

@@ -1,0 +1,150 @@
+"""The kernels that read and write weights for a rule, against the same in plain PyTorch; and steps made with them.
+
+Without a GPU they run in Triton's interpreter, as `interpreter` says.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layouts import fused, rows, transposed, unaligned
+from zoo import build
+
+from interpreter import DEVICE, runs
+from locater.control import DecoupledLocAteR, _moves
+from locater.control._move_kernels import Modules
+from locater.control.grams import Move
+from locater.control.heads import Heads
+from locater.models import Norm, attentions
+from locater.qk import QK
+
+pytest.importorskip("triton")
+
+# float32 sums of at most 4,096 products: errors of 2^-24 each, that add up as a random walk
+EXACT = 1e-5
+
+
+class Case:
+    """Modules of one shape, as the kernels and as PyTorch see them."""
+
+    def __init__(self, layout, groups, heads, k, d, *, norm=None, dtype=torch.float32, modules=2):
+        torch.manual_seed(0)
+        stored = [layout(groups, heads, k, d, dtype=dtype, device=DEVICE) for _ in range(modules)]
+        self.w_q = [view(query, key) for query, key, view, _ in stored]
+        self.w_k = [view(query, key) for query, key, _, view in stored]
+        self.stored = [x for query, key, *_ in stored for x in (query, key)]
+        self.norms = [] if norm is None else [norm(d) for _ in range(modules)]
+
+    def modules(self):
+        made = Modules.of(self.w_q, self.w_k, self.norms)
+        assert made is not None
+        return made
+
+    def heads(self):
+        """In float64."""
+        norm = None
+        if self.norms:
+            gain, bias = (
+                None if x[0] is None else torch.stack(x).double()[:, None, None, None]
+                for x in ([n.gain for n in self.norms], [n.bias for n in self.norms])
+            )
+            norm = Norm(gain, 0.0, self.norms[0].centred, bias)
+        return Heads(QK(torch.stack(self.w_q).double(), torch.stack(self.w_k).double()), 1.0, norm=norm)
+
+
+def rms(d):
+    return Norm(0.3 * torch.randn(d, device=DEVICE), 1e-6, base=1.0)
+
+
+def layer(d):
+    return Norm(1 + 0.3 * torch.randn(d, device=DEVICE), 1e-6, True, torch.randn(d, device=DEVICE))
+
+
+def close(found, wanted, tolerance=EXACT):
+    assert (found.double() - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
+@runs
+@pytest.mark.parametrize("norm", [None, rms, layer])
+@pytest.mark.parametrize("pulled", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "shape"), [(rows, (2, 1, 16, 40)), (transposed, (1, 1, 24, 40)), (fused, (1, 3, 16, 33))]
+)
+def test_grams_are_the_products_of_the_weights(layout, shape, pulled, norm):
+    case = Case(layout, *shape, norm=norm)
+    found = case.modules().grams((None, None), None, pulled=pulled)
+    wanted = case.heads().grams(pulled=pulled)
+    for one, other in [
+        (found.q, wanted.q), (found.k, wanted.k), (found.trace, wanted.trace),
+        *zip(found.folded, wanted.folded, strict=True),
+        *([(found.cross, wanted.cross)] if pulled else []),
+        *([pair for pair in zip(found.shifts, wanted.shifts, strict=True) if norm is layer]),
+    ]:  # fmt: skip
+        close(one, other)
+    close(found.effective_scale(), wanted.effective_scale())
+
+
+@runs
+@pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("pulled", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [(rows, (2, 1, 16, 40)), (transposed, (1, 1, 24, 70)), (fused, (1, 3, 16, 33)), (unaligned, (1, 2, 32, 40))],
+)
+def test_a_move_changes_the_weights_that_are_trained_and_nothing_else(layout, shape, pulled, trained):
+    case, (groups, heads, k, _) = Case(layout, *shape), shape
+    before, old = [x.clone() for x in case.stored], case.heads()
+    shrink = tuple(0.1 * torch.randn(2, groups, n, k, k, device=DEVICE) for n in (heads, 1))
+    shrink = tuple(x + x.mT for x in shrink)
+    pull = tuple(torch.randn(2, groups, heads, device=DEVICE) for _ in range(2)) if pulled else None
+    factors = torch.rand(2, groups, heads, device=DEVICE), torch.rand(2, groups, 1, device=DEVICE)
+    move = Move(shrink, pull, factors)
+    case.modules().move_(move, trained)
+    wide = Move(*(None if x is None else tuple(y.double() for y in x) for x in (shrink, pull, factors)))
+    wanted = old.moved(wide).qk
+    for found, want, is_trained, was in (
+        (case.w_q, wanted.w_q, trained[0], old.qk.w_q), (case.w_k, wanted.w_k, trained[1], old.qk.w_k),
+    ):  # fmt: skip
+        close(torch.stack(found), want if is_trained else was)
+    for after, value in zip(case.stored, before, strict=True):  # beside the views
+        unchanged = (after == value).double().mean()
+        assert unchanged > 0 or layout in (rows,)
+
+
+@runs
+def test_heads_that_do_not_move_are_not_written():
+    case = Case(rows, 2, 1, 16, 40)
+    before = [x.clone() for x in case.stored]
+    shrink = tuple(torch.zeros(2, 2, 1, 16, 16, device=DEVICE) for _ in range(2))
+    ones = tuple(torch.ones(2, 2, 1, device=DEVICE) for _ in range(2))
+    case.modules().move_(Move(shrink, None, ones), (True, True))
+    assert all(torch.equal(x, y) for x, y in zip(case.stored, before, strict=True))
+
+
+@pytest.mark.parametrize("target", [None, 2.0])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "gemma", "opt"])
+def test_steps_by_kernels_are_the_steps_of_pytorch(family, target, monkeypatch, request):
+    """Of a model whose heads have grown, so that they are shrunk, limited and, without RoPE, pulled."""
+    torch.manual_seed(0)
+    plain = build(family).to(DEVICE)
+    other = build(family).to(DEVICE)
+    other.load_state_dict(plain.state_dict())
+    regs = [DecoupledLocAteR(model, target=target, growing_only=target is None) for model in (plain, other)]
+    for model in (plain, other):
+        with torch.no_grad():
+            for attention in attentions(model):
+                attention.query.weight.mul_(4.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(_moves, "available", lambda _: False)
+        for _ in range(3):
+            regs[0].step_(1e-2)
+    request.getfixturevalue("kernels")
+    ready = []
+    made = _moves.MovedGroup.on_device
+    monkeypatch.setattr(_moves.MovedGroup, "on_device", lambda *args: ready.append(made(*args)) or ready[-1])
+    for _ in range(3):
+        regs[1].step_(1e-2)
+    shared_pull = target is not None and attentions(plain)[0].query.shape[1] > 1
+    assert all((work is None) == (shared_pull or attentions(plain)[0].query.shape[2] < 16) for work in ready)
+    for one, two in zip(plain.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5 * float(one.detach().abs().max()))
