@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
 import torch
+import transformers as tf
 from rivals import ByHand, Joint, batch, loss_of, one_step, ready
 from torch import nn
 from zoo import recorded_logits
@@ -14,6 +16,7 @@ from zoo import recorded_logits
 from locater import LocaterError, observe
 from locater.control import QKClip
 from locater.models import attentions
+from locater.models.twin import randomise
 
 FAMILIES = [
     "gpt2",  # fused, stored transposed
@@ -277,3 +280,43 @@ def test_heads_spread_over_ranks_are_refused():
     attention.num_key_value_groups = 1
     with pytest.raises(LocaterError, match="4 heads and computed 2"):
         loss_of(model, given)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_queries_that_are_scaled_before_the_product_are_clipped_at_the_threshold(backend):
+    """SAM's eager form multiplies them, and its softmax is given the product as it is."""
+    torch.manual_seed(0)
+    config = tf.SamVisionConfig(
+        hidden_size=60, num_attention_heads=5, num_hidden_layers=1, image_size=48, patch_size=8, output_channels=16,
+        window_size=0, global_attn_indexes=[], mlp_dim=40,
+    )  # fmt: skip
+    model = tf.SamVisionModel._from_config(config, attn_implementation=backend).float()
+    randomise(model, seed=3)
+    model.vision_encoder.layers[0].attn.qkv.weight.data.mul_(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    clip = QKClip(3.0).apply(model, optimizer)
+    for most in (math.inf, 3.0):
+        model.train()(torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0)))[0].sum().backward()
+        optimizer.step()
+        (largest,) = clip.measure().values()
+        assert 2.9 < largest < most * (1 + 1e-4)
+
+
+def test_a_bias_of_the_queries_is_clipped_with_them():
+    """Transformer-XL's, which is no bias of a layer."""
+    torch.manual_seed(0)
+    config = tf.ParakeetEncoderConfig(
+        hidden_size=60, num_hidden_layers=1, num_attention_heads=5, intermediate_size=40, num_mel_bins=16, dropout=0.0,
+        subsampling_conv_channels=8, conv_kernel_size=5, layerdrop=0.0, activation_dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    model = tf.ParakeetEncoder(config).float()
+    randomise(model, seed=3)
+    model.layers[0].self_attn.bias_u.data.mul_(8)
+    model.layers[0].self_attn.k_proj.weight.data.mul_(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    clip = QKClip(3.0).apply(model, optimizer)
+    for most in (math.inf, 3.0):
+        model.train()(torch.randn(2, 300, 16, generator=torch.Generator().manual_seed(0)))[0].sum().backward()
+        optimizer.step()
+        (largest,) = clip.measure().values()
+        assert 2.9 < largest < most * (1 + 1e-4)

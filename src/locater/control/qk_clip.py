@@ -116,6 +116,7 @@ class _Largest:
     trained: tuple[bool, bool]  # query, key
     largest: Tensor  # (G, R) since the last step
     clipped_at: Tensor  # at the last step
+    product_scale: float | None = None  # of a product that is seen by itself, once one was
 
     @classmethod
     def of(cls, attention: Attention, held: set[int]) -> _Largest:
@@ -135,7 +136,7 @@ class _Largest:
 
     @torch.no_grad()
     def add(self, intercepted: Intercepted) -> None:
-        for call in _products(intercepted, self.attention):
+        for call in self._products(intercepted):
             statistics = attention_statistics(call.q, call.k, rho=False, **call.options())
             top = statistics.max_logit  # (B, H, Tq)
             if call.real is not None:
@@ -147,6 +148,26 @@ class _Largest:
                     "does not work with heads spread over ranks (tensor parallelism)"
                 )
             self.largest = torch.maximum(self.largest.to(found.device), found.view_as(self.largest))
+
+    def _products(self, intercepted: Intercepted) -> list[Call]:
+        """The calls with nothing but q·k in their logits; masks become what is visible."""
+        attention = self.attention
+        calls = [call for one in intercepted.calls if (call := one.without_empty()) is not None]
+        if intercepted.logits is None:
+            return [_bare(call, call.q, call.k, call.scale) for call in calls]
+        call = intercepted.calls[0]
+        b, h, tq, tk = call.sizes
+        if intercepted.product is not None:
+            q, k = (x.detach() for x in intercepted.product)
+            q, k = (x.reshape(b, -1, *x.shape[-2:]) for x in (q, k))
+            if q.shape[1:3] == (h, tq) and k.shape[2] == tk and h % k.shape[1] == 0 and q.shape[3] == k.shape[3]:
+                if self.product_scale is None:
+                    self.product_scale = _scale_between(q[0, 0], k[0, 0], intercepted.logits[0, 0], attention.scale)
+                whole = _bare(call, q, k, self.product_scale).without_empty()
+                return [] if whole is None else [whole]
+        if attention.position_bias is not None or attention.position_keys is not None:
+            raise LocaterError(f"QK-clip cannot tell q·k from the position bias in the logits of {attention.module}")
+        return calls
 
     def clip_(self, threshold: float) -> None:
         """Scales the weights by what the last step's largest logits (G, R) ask for."""
@@ -160,26 +181,20 @@ class _Largest:
         for projection, factor, change in zip(parts, (f_q, f_k), changed, strict=True):
             if projection is not None and change:
                 scale_projection_(projection, factor, bias=True)
-
-
-def _products(intercepted: Intercepted, attention: Attention) -> list[Call]:
-    """The calls with nothing but q·k in their logits; masks become what is visible."""
-    calls = [call for one in intercepted.calls if (call := one.without_empty()) is not None]
-    if intercepted.logits is None:
-        return [_bare(call, call.q, call.k, call.scale) for call in calls]
-    call = intercepted.calls[0]
-    b, h, tq, tk = call.sizes
-    if intercepted.product is not None:
-        q, k = (x.detach() for x in intercepted.product)
-        q, k = (x.reshape(b, -1, *x.shape[-2:]) for x in (q, k))
-        if q.shape[1:3] == (h, tq) and k.shape[2] == tk and h % k.shape[1] == 0 and q.shape[3] == k.shape[3]:
-            whole = _bare(call, q, k, attention.scale).without_empty()
-            return [] if whole is None else [whole]
-    if attention.position_bias is not None:
-        raise LocaterError(f"QK-clip cannot tell q·k from the position bias in the logits of {attention.module}")
-    return calls
+        content = getattr(self.attention.position_keys, "content", None)
+        if content is not None and self.trained[0] and content.requires_grad:  # a bias of the queries, too
+            content.mul_(f_q)
 
 
 def _bare(call: Call, q: Tensor, k: Tensor, scale: float | None) -> Call:
     bias = None if call.bias is None else visible(call.bias)
     return Call(q.detach(), k.detach(), scale, None, call.causal, call.window, call.key_mask, bias, call.real)
+
+
+def _scale_between(q: Tensor, k: Tensor, logits: Tensor, scale: float) -> float:
+    """What a product q·k is multiplied by on its way to logits: `scale`, or 1 where it is in the queries already."""
+    product, logits = (q @ k.mT).float(), logits.detach().float()
+    seen = logits > logits.amax(-1, keepdim=True) - 50
+    x, y = (each[seen] - each[seen].mean() for each in (product, logits))
+    slope = float((x * y).sum() / x.square().sum())
+    return min((scale, 1.0), key=lambda one: abs(math.log(slope / one))) if slope > 0 else scale

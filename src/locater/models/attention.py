@@ -98,7 +98,7 @@ class Attention:
     def project(
         self, query_states: Tensor, key_states: Tensor, positions: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """q (B, G, R, T_q, K) and k (B, G, 1, T_k, K) as the head compares them: biases, norms and RoPE applied."""
+        """q (B, G, R, T_q, K) and k (B, G, 1, T_k, K) as the head compares them: biases, norms, RoPE, gain applied."""
         if self.query is None:
             raise LocaterError(f"{self.module} trains W_QK itself: it has no separate queries and keys")
         query_states = query_states if self.query_input is None else self.query_input(query_states)
@@ -139,7 +139,7 @@ class Attention:
             logits = q @ k.mT
         logits = logits * self.scale
         if self.position_keys is not None:
-            logits = logits + self.position_keys(q, k, positions, self.scale)
+            logits = logits + (self.scale if self.position_keys.scaled else 1.0) * self.position_keys(q, k, positions)
         logits = logits.flatten(1, 2)
         if self.position_bias is not None:
             logits = logits + self.bias_scale * self.position_bias(*positions)

@@ -56,7 +56,7 @@ class Product:
 
     @property
     def of_positions(self) -> bool:
-        """Whether queries are compared with what no parameter made, or with parameters."""
+        """Whether what queries are compared with is made of no parameters before its layer."""
         return all(source.given for source in self.paths[1].sources)
 
 

@@ -223,7 +223,7 @@ def _sines(seen: Compared, of_query: _Seen, heads: Heads, site: Site) -> Iterato
 def _tables(seen: Compared, site: Site, heads: Heads) -> Iterator[TableRule | GridRule]:
     """Tables that queries are compared with: of offsets; or two, of the rows and columns of an image."""
     names = [name for name in seen.parameters if site.named(name).shape[1:] == (heads.width,)]
-    for name, left, sign in itertools.product(names, (None, *_names(site, "^left_max")), (1, -1)):
+    for name, left, sign in itertools.product(names, (*_names(site, "^left_max"), None), (1, -1)):
         yield TableRule(name, left, sign)
     yield from (
         GridRule(*pair) for pair in itertools.permutations(names, 2) if all(len(site.named(n)) % 2 for n in pair)
@@ -403,7 +403,7 @@ def _finished(rule: Rule, seen: Compared, site: Site, known: Sequence[Rule], tim
     caps = [name for name in _names(site, "softcap|softclamp") if _is_number(setting(site, name))]
     plain = Logits.of(seen, rule.read(site), time_first)
     fixed: Tensor | float = 0.0  # what no factor multiplies
-    if isinstance(rule.position_keys, GridRule):
+    if rule.position_keys is not None and not rule.position_keys.scaled:
         whole, plain = plain, Logits.of(seen, replace(rule, position_keys=None).read(site), time_first)
         fixed = whole.rebuilt.double() - plain.rebuilt.double()
     for cap in caps if seen.capped else (None,):
@@ -481,6 +481,6 @@ def _biases(
                 yield BiasRule("table", name, index=index.view(rest.shape[2:]))
         alike = (index for index in indices if index.shape == rest.shape[2:] and int(index.max()) < len(table))
         yield from (BiasRule("table", name, index=index) for index in alike)
-    if not seen.parameters:
+    if not seen.parameters and (rule.rope is None or rule.rope.on_a_line):
         for scale in (1.0, rule.heads.width**-0.5):
             yield from (BiasRule("alibi", scale=scale, rounded=rounded) for rounded in (False, True))

@@ -78,7 +78,7 @@ class Logits:
             raise Unread("all keys are masked in its twin")
         less_largest = bool((real.amax(-1) == 0).all())
         if isinstance(attention.position_bias, Alibi) or seen.logits.shape[-1] > keys or less_largest:
-            # a shift of all logits of a query, which no softmax sees: by its position, or by the largest of them
+            # a shift of all logits of a query (and of its sink), which no softmax sees: by its position or the largest
             count = visible.sum(-1, keepdim=True).clamp(min=1)
             real, rebuilt = (x - x.masked_fill(~visible, 0).sum(-1, keepdim=True) / count for x in (real, rebuilt))
         return cls(real, rebuilt, visible)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["Norm", "Projection"]
+__all__ = ["Norm", "Projection", "eps_of"]
 
 
 @dataclass(frozen=True)
@@ -86,3 +86,9 @@ class Norm:
         if (gain := self.gain) is not None:
             weight = weight * gain.to(weight.dtype)
         return weight - weight.mean(-1, keepdim=True) if self.centred else weight
+
+
+def eps_of(norm: nn.Module | None, default: float) -> float:
+    """What a module that normalises adds to the mean square; the default where it does not say, or is not there."""
+    names = ("eps", "variance_epsilon", "epsilon", "norm_eps")
+    return next((value for name in names if isinstance(value := getattr(norm, name, None), float)), default)

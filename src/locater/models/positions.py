@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from locater.errors import LocaterError
 from locater.models.parts import Projection
 
 __all__ = [
-    "Alibi", "GridKeys", "PositionBias", "PositionKeys", "QueryGain", "RelativeBias", "RelativeKeys", "TableBias",
+    "Alibi", "GridKeys", "PositionBias", "PositionKeys", "QueryGain", "RelativeBias", "RelativeKeys", "SineKeys",
+    "TableBias", "TableKeys",
 ]  # fmt: skip
 
 
@@ -136,13 +138,14 @@ class RelativeKeys:
     keys: SineKeys | TableKeys
     content: Tensor | None = None  # (G, R, K)
     position: Tensor | None = None
+    scaled: ClassVar[bool] = True
 
-    def __call__(self, q: Tensor, k: Tensor, positions: tuple[Tensor, Tensor], scale: float) -> Tensor:
-        """What is added to the logits (B, G, R, Tq, Tk)."""
+    def __call__(self, q: Tensor, k: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
+        """What is added to q·k (B, G, R, Tq, Tk)."""
         offsets, place = (positions[0][:, None] - positions[1][None, :]).unique(return_inverse=True)
         of_position = q if self.position is None else q + self.position[:, :, None]
         logits = (of_position @ self.keys(offsets).mT).gather(-1, place.to(q.device).expand(*q.shape[:-1], -1))
-        return scale * (logits if self.content is None else logits + self.content[:, :, None] @ k.mT)
+        return logits if self.content is None else logits + self.content[:, :, None] @ k.mT
 
 
 @dataclass(frozen=True)
@@ -151,10 +154,11 @@ class GridKeys:
 
     rows: Tensor  # (2 · rows of the image − 1, K)
     columns: Tensor
+    scaled: ClassVar[bool] = False  # by the factor of the logits
 
-    def __call__(self, q: Tensor, k: Tensor, positions: tuple[Tensor, Tensor], scale: float) -> Tensor:
-        """What is added to the logits (B, G, R, T, T): queries are not scaled here."""
-        del positions, scale  # an image has its own
+    def __call__(self, q: Tensor, k: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
+        """What is added to the logits (B, G, R, T, T)."""
+        del positions  # an image has its own
         sizes = [(len(table) + 1) // 2 for table in (self.rows, self.columns)]
         if not q.shape[-2] == k.shape[-2] == math.prod(sizes):
             raise LocaterError(f"its positions are those of {sizes[0]} × {sizes[1]} patches, not of {q.shape[-2]}")

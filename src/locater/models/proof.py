@@ -1,7 +1,7 @@
 """Proof by logits: what is rebuilt from the parts of a model's attention against what the model really compares.
 
-A class that no hand-written family vouches for is read by the rules of its twin (`general`), once for a class and a
-configuration. `prove` shows the proof of any model.
+A class that no hand-written family vouches for is read by the rules of its twin (`general`), once for a class, a
+configuration, an attention backend and the forwards of its parts. `prove` shows the proof of any model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import math
 import re
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from locater.models.families import generic, mla
 from locater.models.flow import Compared, compared
 from locater.models.general import explain
 from locater.models.logits import Logits
-from locater.models.registry import LiveTensors, Site, family, inside, is_pretrained, nearest_config, reading
+from locater.models.registry import LiveTensors, Reader, Site, family, inside, is_pretrained, nearest_config, reading
 from locater.models.rules import Rule, Unread
 from locater.models.unread import NO_SOFTMAX
 from locater.names import layer_positions, numbers_in
@@ -38,22 +38,21 @@ __all__ = ["Proven", "may_be_attention", "prove", "proven", "proven_copy", "repl
 
 _LARGEST = 600_000_000  # parameters of a twin
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
-Read = Callable[[Site], Attention]
 
 
 @dataclass(frozen=True)
 class Proven:
     """How the attention modules of a model are read, by name; why others are not."""
 
-    rules: dict[str, Read]
+    rules: dict[str, Reader]
     unread: dict[str, str]
 
-    def of(self, name: str) -> Read | str | None:
+    def of(self, name: str) -> Reader | str | None:
         """How a module is read, or why it is not; None for a module around or inside one, or without attention."""
         return self.rules.get(name) or self.unread.get(name)
 
 
-def replaced(read: Read, site: Site) -> str | None:
+def replaced(read: Reader, site: Site) -> str | None:
     """What of the module is not as it was proven, where something is not."""
     rule = getattr(read, "__self__", None)
     try:
@@ -75,7 +74,7 @@ _TWINS: dict[Hashable, Proven] = {}
 
 
 def proven(model: Any) -> Proven:
-    """Of a model, live or on the meta device; its own forward is not run. Once for what its forward may depend on."""
+    """Of a model, live or on the meta device; its own forward is not run."""
     try:
         settings = model.config.to_json_string()
     except TypeError:  # a setting that is no JSON
@@ -177,7 +176,7 @@ def _called_alone(model: Any, names: list[str]) -> Proven:
 
 
 def _of_events(model: nn.Module, seen: list[Compared]) -> Proven:
-    rules: dict[str, Read] = {}
+    rules: dict[str, Reader] = {}
     unread: dict[str, str] = {}
     tensors, modules = LiveTensors(model), _by_module(model, seen)
     layers = _layers(modules)
@@ -198,7 +197,7 @@ _NOT_REACHED = "the forward of its twin does not reach it"
 @torch.no_grad()
 def _explain(
     events: list[Compared], site: Site, known_rules: list[Rule], number: int, layers: tuple[int, ...]
-) -> Read | str:
+) -> Reader | str:
     """How the module is read, by the general reader or, where that does not understand it, a family's; or why not."""
     assert site.model is not None
     known = family(module=site.module)
@@ -300,7 +299,7 @@ def proven_copy(model: nn.Module) -> Proven:
 
 
 def _prove_copy(model: nn.Module, attention: Mapping[str, nn.Module]) -> Proven:
-    rules: dict[str, Read] = {name: generic.read for name, part in attention.items() if generic.has_joint(part)}
+    rules: dict[str, Reader] = {name: generic.read for name, part in attention.items() if generic.has_joint(part)}
     attention = {name: part for name, part in attention.items() if name not in rules}
     unread: dict[str, str] = {}
     ran: set[str] = set()
@@ -321,7 +320,7 @@ def _prove_copy(model: nn.Module, attention: Mapping[str, nn.Module]) -> Proven:
     return Proven(rules, unread)
 
 
-def _read_alone(module: nn.Module, config: Mapping[str, Any], is_part: bool) -> Read | str:
+def _read_alone(module: nn.Module, config: Mapping[str, Any], is_part: bool) -> Reader | str:
     """By a copy of the module, called by itself."""
     if is_part and (names := copies.given_more(module)):
         return f"what its model gives it as {names[0]} is not known, as the model cannot be called by guess"
@@ -368,7 +367,7 @@ def prove(model: nn.Module, batch: Mapping[str, Any] | None = None) -> pd.DataFr
         parts = {name: part for name, part in model.named_modules() if is_pretrained(part)}
         outermost = [name for name in parts if not any(name != other and inside(name, other) for other in parts)]
         rows = [row for name in outermost for row in _twin_rows(parts[name], f"{name}." if name else "")]
-        rows = rows if outermost else _copy_rows(model)
+        rows += _beside(model, outermost) if outermost else _copy_rows(model)
     return pd.DataFrame(rows, columns=["module", "difference", "range", "reason"])
 
 
@@ -376,6 +375,14 @@ def _twin_rows(model: Any, prefix: str) -> list[dict[str, Any]]:
     made = twin(type(model), model.config)
     twins.randomise(made, seed=5)  # other weights than those that the rules were found with
     return [row | {"module": prefix + row["module"]} for row in _rows(made, _run(made)[0])]
+
+
+def _beside(model: nn.Module, parts: list[str]) -> list[dict[str, Any]]:
+    """Modules that are read, outside of these parts."""
+    why = "it is beside the models that are called by themselves: give prove a batch"
+    names = [site.name for _, site in reading(model, any_at_all=False).sites]
+    left = [name for name in names if not any(inside(name, part) for part in parts)]
+    return [{"module": name, "difference": math.nan, "range": math.nan, "reason": why} for name in left]
 
 
 def _copy_rows(model: nn.Module) -> list[dict[str, Any]]:

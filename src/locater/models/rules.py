@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from locater.errors import LocaterError
 from locater.models.attention import Attention
 from locater.models.families._parts import projection
-from locater.models.parts import Norm, Projection
+from locater.models.parts import Norm, Projection, eps_of
 from locater.models.positions import (
     Alibi,
     GridKeys,
@@ -39,8 +39,6 @@ __all__ = [
     "BiasRule", "Factor", "GainRule", "GridRule", "Heads", "Layout", "NormRule", "RopeRule", "Rule", "Side", "SineRule",
     "TableRule", "Unread", "setting",
 ]  # fmt: skip
-
-_EPS = ("eps", "variance_epsilon", "epsilon", "norm_eps")
 
 
 class Unread(LocaterError):  # noqa: N818  what it says is the reason
@@ -110,9 +108,8 @@ class NormRule:
             return x if heads is None or x.numel() == heads[2] else x.view(*heads[:2], 1, heads[2])
 
         owner = None if self.gain is None else site.part(self.gain.rpartition(".")[0])
-        eps = next((getattr(owner, name) for name in _EPS if isinstance(getattr(owner, name, None), float)), self.eps)
         stored, bias = shaped(self.gain), shaped(self.bias)
-        return Norm(stored, eps, self.centred, bias, self.base, self.joint, self.after_rope)
+        return Norm(stored, eps_of(owner, self.eps), self.centred, bias, self.base, self.joint, self.after_rope)
 
 
 @dataclass(frozen=True)
@@ -265,6 +262,7 @@ class SineRule:
     position: str | None
     interleaved: bool
     sign: int
+    scaled: ClassVar[bool] = RelativeKeys.scaled
 
     def read(self, site: Site, heads: Heads) -> PositionKeys:
         shape = heads.groups, heads.shared, heads.width
@@ -280,6 +278,7 @@ class TableRule:
     table: str
     left: str | None
     sign: int
+    scaled: ClassVar[bool] = RelativeKeys.scaled
 
     def read(self, site: Site, heads: Heads) -> PositionKeys:
         del heads  # they share them
@@ -294,6 +293,7 @@ class GridRule:
 
     rows: str
     columns: str
+    scaled: ClassVar[bool] = GridKeys.scaled
 
     def read(self, site: Site, heads: Heads) -> PositionKeys:
         del heads  # they share them

@@ -35,9 +35,10 @@ _FIXED = re.compile(
 )
 _INNER = re.compile(r"intermediate_size|ffn_dim|d_ff|dff|n_inner|ffn_hidden_size|mlp_dim|dim_feedforward")
 _EXPERTS = re.compile(r"^(num|n|moe_num)_(\w+_)?experts$|zero_expert_num")
+# windows, and other distances from which positions act otherwise
 _WINDOWS = re.compile(
     r"^(sliding_window(_size)?|attention_window|local_attention|attention_chunk_size|floor_scale"
-    r"|(left|right)_max_position_embeddings|\w+_max_relative_position)$"
+    r"|left_max_position_embeddings|\w+_max_relative_position)$"
 )
 _LENGTHS = re.compile(r"^(max_position_embeddings|n_positions|max_seq_len|n_ctx)$")
 
@@ -135,6 +136,10 @@ def _smaller(name: str, value: Any, ratio: Fraction) -> Any:
         return min(value, 16)
     if _WINDOWS.search(name):
         return min(value, _SHORT)
+    if name == "right_max_position_embeddings":
+        return min(value, _SHORT // 2)  # unlike the left one
+    if name == "relative_attention_num_buckets":
+        return min(value, 32)  # so that a decoder's sequences fill those that are exact
     if _LENGTHS.search(name):
         return min(value, 2 * TOKENS)
     if name in ("num_frames", "frames_per_clip"):

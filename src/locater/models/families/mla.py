@@ -23,17 +23,17 @@ from torch import Tensor
 from locater.errors import LocaterError
 from locater.models.attention import Attention
 from locater.models.families._parts import projection, rope_from, rope_parameters
-from locater.models.parts import Norm
+from locater.models.parts import Norm, eps_of
 from locater.models.positions import QueryGain
 from locater.models.registry import Reader, Site, register
 from locater.models.rope import Rope
 
 _SIZES = ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
-_EPS = 1e-6  # of the latents' norms, whatever the configuration says of others
+_EPS = 1e-6  # of the latents' norms, where no module says it: not that of the other norms
 
 
 class Variant(NamedTuple):
-    """What differs between models, and no setting says."""
+    """What differs between models, and settings do not say, or not all of them."""
 
     rotary: str = "interleaved"  # or "halves", "none"
     widened: bool = False  # latents are multiplied by √(hidden size / their width)
@@ -49,7 +49,7 @@ _OF_TYPES = {
 
 def candidates() -> Iterator[Reader]:
     """Readers among which a proof decides."""
-    yield read
+    yield read  # by what is known of the type
     for values in itertools.product(("interleaved", "halves", "none"), (False, True), (False, True)):
         yield functools.partial(_read, variant=Variant(*values))
 
@@ -70,9 +70,10 @@ def read(site: Site) -> Attention:
 
 def _read(site: Site, variant: Variant) -> Attention:
     sizes = [site.setting(name) for name in _SIZES]
-    if not all(isinstance(size, int) and size >= 0 for size in sizes) or sizes.count(0) > (sizes[2] == 0):
-        raise LocaterError(f"{site.name}: {', '.join(_SIZES)} must be positive whole numbers, got {sizes!r:.80}")
     heads, nope, rotary, values, latent = sizes
+    least = (1, 1, 0, 1, 1)  # a head may have no rotary rows
+    if not all(isinstance(size, int) and size >= n for size, n in zip(sizes, least, strict=True)):
+        raise LocaterError(f"{site.name}: {', '.join(_SIZES)} must be positive whole numbers, got {sizes!r:.80}")
     parameters = rope_parameters(site)
 
     def of_query(t: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ def _read(site: Site, variant: Variant) -> Attention:
     name = "q_gate_proj" if gated else "q_b_proj" if compressed else "q_proj"
     query = projection(site, name, of_query, computed=True)
     key = projection(site, "kv_b_proj", of_key, computed=True)
-    down, norm = _linear(site, "kv_a_proj_with_mqa"), Norm(site.tensor("kv_a_layernorm.weight"), _EPS)
+    down, norm = _linear(site, "kv_a_proj_with_mqa"), _norm(site, "kv_a_layernorm")
     hidden = site.setting("hidden_size") if variant.widened else None
 
     def widened(x: Tensor) -> Tensor:
@@ -102,7 +103,7 @@ def _read(site: Site, variant: Variant) -> Attention:
 
     query_input = None
     if compressed:
-        query_down, query_norm = _linear(site, "q_a_proj"), Norm(site.tensor("q_a_layernorm.weight"), _EPS)
+        query_down, query_norm = _linear(site, "q_a_proj"), _norm(site, "q_a_layernorm")
 
         def query_input(states: Tensor) -> Tensor:
             x = query_down(states)
@@ -123,6 +124,10 @@ def _read(site: Site, variant: Variant) -> Attention:
         shared_key_rows=rotary,
         layer=2 * numbers[0] + numbers[1] if variant.widened and len(numbers) == 2 else site.layer,
     )
+
+
+def _norm(site: Site, name: str) -> Norm:
+    return Norm(site.tensor(f"{name}.weight"), eps_of(getattr(site.module, name, None), _EPS))
 
 
 def _linear(site: Site, name: str) -> Callable[[Tensor], Tensor]:
