@@ -3,15 +3,16 @@
 On a GPU: 12 layers × 12 heads of 64 × 768 (GPT-2 small, a step at 32 × 1,024 tokens) and 32 × 32 heads of 128 × 4096
 (Llama-7B's shape, float32 weights, TF32 products), with extra memory and the ratio to the memory traffic it cannot
 avoid. The decoupled step is timed on Hugging Face's GPT-2 small, and on the attention of Llama 16 × 1024 and of
-Llama-8B's shape, beside AdamW's own (fused), and in the lab's stack of the same shape. On a CPU: the first, against
-dense autograd.
+Llama-8B's shape, beside AdamW's own (fused), and in the lab's stack of the same shape. A compiled loop in bf16 has it
+beside its rivals. On a CPU: the first, against dense autograd, and the decoupled step.
 
-    python benchmarks/locater_cost.py [--only gradient|decoupled]
+    python benchmarks/locater_cost.py [--only gradient|decoupled|loop]
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 
@@ -162,21 +163,41 @@ def llama_attention(layers: int, width: int, heads: int, key_heads: int) -> nn.M
 
 
 def decoupled(name: str, model: nn.Module, device: str, repeats: int) -> float:
-    """Beyond AdamW's step alone, both in one run."""
+    """Beyond AdamW's step alone, all in one run: where no head has grown, where all have, and on every tenth step."""
     for parameter in model.parameters():
         parameter.grad = 1e-6 * torch.randn_like(parameter)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    plain = milliseconds(optimizer.step, device, repeats)
-    reg = DecoupledLocAteR(model).attach(optimizer)
-    attached = milliseconds(optimizer.step, device, repeats)
-    reg.detach()
-    line = f"{name}: AdamW {plain:.2f} ms, with DecoupledLocAteR {attached:.2f} ms, beyond it {attached - plain:.2f} ms"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True)
+
+    def step() -> float:
+        return milliseconds(lambda: [optimizer.step() for _ in range(10)], device, repeats) / 10
+
+    def beyond(reg: DecoupledLocAteR) -> float:
+        """Before, with it, and after: a step alone takes longer or shorter from one second to the next."""
+        reg.attach(optimizer)
+        taken = step()
+        reg.detach()
+        return taken
+
+    plain = step()
+    reg = DecoupledLocAteR(model)
+    quiet = beyond(reg)
+    memory = extra_memory(lambda: reg.step_(1e-9)) if device == "cuda" else math.nan
+    for scales in reg._initial.values():
+        scales *= 1e-3  # all have grown
+    busy, seldom = beyond(reg), beyond(DecoupledLocAteR(model, every=10))
+    plain = (plain + step()) / 2
+    quiet, busy, seldom = quiet - plain, busy - plain, seldom - plain
+    line = (
+        f"{name}: AdamW {plain:.2f} ms; DecoupledLocAteR beyond it {quiet:.2f} ms where no head grows, {busy:.2f} ms "
+        f"where all do, {seldom:.3f} ms on every tenth step"
+    )
     if device == "cuda":
+        line += f"; {memory:.0f} MB"
         weights = sum(4 * p.weight.numel() for one in reg.attentions for p in (one.query, one.key))
         limit = 1e3 * 3 * weights / bandwidth()  # read for the Gram matrices, read for the products, written
-        line += f", {(attached - plain) / limit:.1f} times the {limit:.2f} ms of its traffic"
+        line += f"; {quiet / limit:.1f} and {busy / limit:.1f} times the {limit:.2f} ms of its traffic"
     print(line, flush=True)
-    return attached - plain
+    return quiet
 
 
 def decoupled_in_the_lab(name: str, layers: int, width: int, heads: int, device: str, repeats: int) -> float:
@@ -198,19 +219,66 @@ def decoupled_in_the_lab(name: str, layers: int, width: int, heads: int, device:
     return took
 
 
+def loop(rounds: int = 12, steps: int = 20) -> None:
+    """A training step of a Llama of 25 million parameters, compiled, bf16, 32 × 512 bytes; methods take turns."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from locater.control import QKClip, QKNorm
+
+    torch.set_float32_matmul_precision("high")
+    config = LlamaConfig(
+        hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1408,
+        vocab_size=256, use_cache=False,
+    )  # fmt: skip
+    ids = torch.randint(256, (32, 512), device="cuda")
+    methods = {
+        "AdamW alone": lambda *_: None,
+        "DecoupledLocAteR": lambda model, optimizer: DecoupledLocAteR(model).attach(optimizer),
+        "DecoupledLocAteR(every=10)": lambda model, optimizer: DecoupledLocAteR(model, every=10).attach(optimizer),
+        "QK-norm": lambda model, optimizer: QKNorm().apply(model, optimizer),
+        "QK-clip": lambda model, optimizer: QKClip().apply(model, optimizer),
+    }
+    runs, kept = {}, []
+    for name, apply in methods.items():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).cuda().train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        kept.append(apply(model, optimizer))
+        runs[name] = training_step(torch.compile(model) if name != "QK-clip" else model, optimizer, ids)
+        for _ in range(25):  # also those that act on every tenth
+            runs[name]()
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(steps):
+                run()
+            torch.cuda.synchronize()
+            taken[name].append(1e3 * (time.perf_counter() - start) / steps)
+    plain = statistics.median(taken["AdamW alone"])
+    print("Llama, 25 million parameters, 32 × 512 tokens, bf16, compiled (QK-clip looks at q and k, and is not):")
+    for name, times in taken.items():
+        middle = statistics.median(times)
+        print(
+            f"  {name}: {middle:.2f} ms a step, {100 * (middle / plain - 1):+.1f}%, {middle - plain:+.2f} ms",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", choices=["gradient", "decoupled"])
+    parser.add_argument("--only", choices=["gradient", "decoupled", "loop"])
     given = parser.parse_args()
     device = given.device
     torch.manual_seed(0)
     if device == "cuda":
         print(torch.cuda.get_device_name(), torch.__version__)
-    if given.only != "decoupled":
+    if given.only in (None, "gradient"):
         gradient(device)
-    if given.only != "gradient":
-        repeats = 30 if device == "cuda" else 5
+    if given.only in (None, "decoupled"):
+        repeats = 10 if device == "cuda" else 1
         small = decoupled("GPT-2 small", gpt2().to(device), device, repeats)
         twin = decoupled_in_the_lab("12 × 12 heads of 64 × 768", 12, 768, 12, device, repeats)
         print(f"a model's host takes {small / twin:.1f} times the lab's")
@@ -218,7 +286,9 @@ def main() -> None:
             for name, shape in {"Llama 16 × 1024": (16, 1024, 16, 4), "Llama 32 × 4096": (32, 4096, 32, 8)}.items():
                 with torch.device(device):
                     model = llama_attention(*shape)
-                decoupled(f"{name}, {shape[2]}:{shape[3]} heads", model, device, 10)
+                decoupled(f"{name}, {shape[2]}:{shape[3]} heads", model, device, 5)
+    if given.only in (None, "loop") and device == "cuda":
+        loop()
 
 
 def gradient(device: str) -> None:

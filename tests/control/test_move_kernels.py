@@ -10,7 +10,7 @@ import torch
 from layouts import fused, rows, transposed, unaligned
 from zoo import build
 
-from interpreter import DEVICE, runs
+from interpreter import DEVICE, ON_GPU, runs
 from locater.control import DecoupledLocAteR, _moves
 from locater.control._move_kernels import Modules
 from locater.control.grams import Move
@@ -20,8 +20,9 @@ from locater.qk import QK
 
 pytest.importorskip("triton")
 
-# float32 sums of at most 4,096 products: errors of 2^-24 each, that add up as a random walk
-EXACT = 1e-5
+# TF32 cuts both factors off after 10 bits, in the product and in what it is made of: 4 · 2^-10 of the sum of the
+# magnitudes. The interpreter multiplies in float32.
+CLOSE = 2.0**-8 if ON_GPU else 1e-5
 
 
 class Case:
@@ -60,7 +61,7 @@ def layer(d):
     return Norm(1 + 0.3 * torch.randn(d, device=DEVICE), 1e-6, True, torch.randn(d, device=DEVICE))
 
 
-def close(found, wanted, tolerance=EXACT):
+def close(found, wanted, tolerance=CLOSE):
     assert (found.double() - wanted).abs().max() <= tolerance * wanted.abs().max()
 
 
@@ -94,21 +95,26 @@ def test_grams_are_the_products_of_the_weights(layout, shape, pulled, norm):
 def test_a_move_changes_the_weights_that_are_trained_and_nothing_else(layout, shape, pulled, trained):
     case, (groups, heads, k, _) = Case(layout, *shape), shape
     before, old = [x.clone() for x in case.stored], case.heads()
+    was_q, was_k = ([x.clone() for x in views] for views in (case.w_q, case.w_k))
     shrink = tuple(0.1 * torch.randn(2, groups, n, k, k, device=DEVICE) for n in (heads, 1))
     shrink = tuple(x + x.mT for x in shrink)
     pull = tuple(torch.randn(2, groups, heads, device=DEVICE) for _ in range(2)) if pulled else None
     factors = torch.rand(2, groups, heads, device=DEVICE), torch.rand(2, groups, 1, device=DEVICE)
-    move = Move(shrink, pull, factors)
+    shrunk = torch.ones(1, 1, 1, dtype=torch.bool, device=DEVICE)
+    move = Move(shrink, pull, shrunk, factors)
     case.modules().move_(move, trained)
-    wide = Move(*(None if x is None else tuple(y.double() for y in x) for x in (shrink, pull, factors)))
+    wide = Move(*(None if x is None else tuple(y.double() for y in x) for x in (shrink, pull)), shrunk, factors)
     wanted = old.moved(wide).qk
     for found, want, is_trained, was in (
         (case.w_q, wanted.w_q, trained[0], old.qk.w_q), (case.w_k, wanted.w_k, trained[1], old.qk.w_k),
     ):  # fmt: skip
         close(torch.stack(found), want if is_trained else was)
-    for after, value in zip(case.stored, before, strict=True):  # beside the views
-        unchanged = (after == value).double().mean()
-        assert unchanged > 0 or layout in (rows,)
+    for views in (case.w_q, case.w_k):  # all else is as it was
+        for view in views:
+            view.fill_(0.0)
+    for view, old_view in zip((*case.w_q, *case.w_k), (*was_q, *was_k), strict=True):
+        view.copy_(old_view)
+    assert all(torch.equal(after, value) for after, value in zip(case.stored, before, strict=True))
 
 
 @runs
@@ -117,7 +123,7 @@ def test_heads_that_do_not_move_are_not_written():
     before = [x.clone() for x in case.stored]
     shrink = tuple(torch.zeros(2, 2, 1, 16, 16, device=DEVICE) for _ in range(2))
     ones = tuple(torch.ones(2, 2, 1, device=DEVICE) for _ in range(2))
-    case.modules().move_(Move(shrink, None, ones), (True, True))
+    case.modules().move_(Move(shrink, None, torch.zeros(1, 1, 1, dtype=torch.bool, device=DEVICE), ones), (True, True))
     assert all(torch.equal(x, y) for x, y in zip(case.stored, before, strict=True))
 
 
@@ -147,4 +153,4 @@ def test_steps_by_kernels_are_the_steps_of_pytorch(family, target, monkeypatch, 
     shared_pull = target is not None and attentions(plain)[0].query.shape[1] > 1
     assert all((work is None) == (shared_pull or attentions(plain)[0].query.shape[2] < 16) for work in ready)
     for one, two in zip(plain.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5 * float(one.detach().abs().max()))
+        assert (two - one).abs().max() <= max(CLOSE, 1e-4) * one.abs().max()

@@ -253,19 +253,12 @@ def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
 
 def _blocks(k: int, half: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Tiles of the two kernels: most leave room for 16 warps on a multiprocessor, at 128 registers a thread."""
+    matmul: Any = torch.backends.cuda.matmul
+    switch = getattr(matmul, "fp32_precision", None)  # since 2.9; the older one then raises if this one was used
+    tensor_cores = half or (matmul.allow_tf32 if switch is None else switch == "tf32")
     block_k = 1 << (k - 1).bit_length()
-    common = {"PRECISION": precision(half=half), "num_warps": 8 if block_k >= 64 else 4}
-    depth, large = (
-        32 if common["PRECISION"] == "tf32" else 16,
-        block_k == 256,
-    )  # where the whole Gram matrix would fill all registers
+    common = {"PRECISION": "tf32" if tensor_cores else _FULL, "num_warps": 8 if block_k >= 64 else 4}
+    depth, large = 32 if tensor_cores else 16, block_k == 256  # where the whole Gram matrix would fill all registers
     gram = {"BLOCK_K": block_k, "BLOCK_M": 64 if large else block_k, "BLOCK_D": depth, "STAGES": 2 if large else 3}
     update = {"BLOCK_M": min(block_k, 128), "BLOCK_C": min(block_k, depth), "STAGES": 3}
     return gram | common, update | common | {"BLOCK_D": 64 if block_k >= 128 else 128}
-
-
-def precision(*, half: bool) -> str:
-    """How factors in float32, or those that were `half` as long, are multiplied."""
-    matmul: Any = torch.backends.cuda.matmul
-    switch = getattr(matmul, "fp32_precision", None)  # since 2.9; the older one then raises if this one was used
-    return "tf32" if half or (matmul.allow_tf32 if switch is None else switch == "tf32") else _FULL

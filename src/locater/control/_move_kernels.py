@@ -3,7 +3,8 @@
 writes what a `Move` makes of them.
 
 Weights stay where they are, and nothing of their size is made: the kernels find them through a table of addresses. The
-second passes over heads that do not move.
+second passes over heads that do not move. Products are TF32: three digits of a head's scale, and of the small change
+that a step makes, are enough; what is left of the weights is not multiplied with matrices.
 
 Legend: S modules, G key heads, R query heads for each, K head width, D model width.
 """
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from locater._triton import INTERPRETED, ceil, jit, on, tl
-from locater.control._kernels import _address, _tile, precision, supported
+from locater.control._kernels import _address, _tile, supported
 from locater.control.grams import Grams, Move
 from locater.models import Norm, Rope
 
@@ -27,11 +28,22 @@ __all__ = ["Modules"]
 
 @jit
 @no_type_check
+def _columns(pointer, rows, ds, by_k, by_d, K, D, ACROSS: tl.constexpr):
+    """A tile (K, BLOCK_D) in float32, read along the dimension in which a weight is contiguous."""
+    if ACROSS:
+        found = tl.trans(_tile(pointer, ds, rows, by_d, by_k, D, K))
+    else:
+        found = _tile(pointer, rows, ds, by_k, by_d, K, D)
+    return found.to(tl.float32)
+
+
+@jit
+@no_type_check
 def _gram_kernel(
     table, grams, vectors, traces, G, D, base, q_g, q_r, q_k, q_d, k_g, k_k, k_d,
     K: tl.constexpr, R: tl.constexpr, KINDS: tl.constexpr, NORMED: tl.constexpr, SHIFTED: tl.constexpr,
-    WEIGHT: tl.constexpr, GAIN: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    WEIGHT: tl.constexpr, GAIN: tl.constexpr, ALIGNED: tl.constexpr, ACROSS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of one head (the key's is R): its weight times itself, plain or folded, or folded queries times folded keys.
 
@@ -52,11 +64,11 @@ def _gram_kernel(
     total, shifted = tl.zeros((BLOCK_K,), tl.float32), tl.zeros((BLOCK_K,), tl.float32)
     for start in tl.range(0, D, BLOCK_D, num_stages=STAGES):
         ds = start + columns
-        x = _tile(mine, rows, ds, by_k, by_d, K, D).to(tl.float32)
+        x = _columns(mine, rows, ds, by_k, by_d, K, D, ACROSS)
         if kind == 0:
             gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
             if head < R:
-                trace += tl.sum(x * _tile(key, rows, ds, k_k, k_d, K, D).to(tl.float32), 1)
+                trace += tl.sum(x * _columns(key, rows, ds, k_k, k_d, K, D, ACROSS), 1)
         else:
             gain = tl.full((BLOCK_D,), 1.0, tl.float32)
             if NORMED:
@@ -71,7 +83,7 @@ def _gram_kernel(
                     shift = tl.load(_address(table, s * 4 + 3, GAIN, False) + ds, mask=ds < D, other=0.0).to(tl.float32)
                     shifted += tl.sum(x * shift[None, :], 1)
             else:
-                z = _tile(key, rows, ds, k_k, k_d, K, D).to(tl.float32) * gain[None, :]
+                z = _columns(key, rows, ds, k_k, k_d, K, D, ACROSS) * gain[None, :]
                 gram = tl.dot(y, tl.trans(z), gram, input_precision=PRECISION)
     at = sg * (R + 1) + head
     out = grams + (at * KINDS + kind) * K * K + rows[:, None] * K + rows[None, :]
@@ -196,8 +208,9 @@ class Modules:
         with on(self.table):
             _gram_kernel[(modules * groups * (heads + 1) * kinds,)](
                 self.table, made, vectors, traces, groups, d, 0.0 if norm is None else norm.base, *self._strides,
-                KINDS=kinds, NORMED=gain is not None, SHIFTED=shifted, GAIN=_named(gain or torch.float32),
-                **self._common, BLOCK_D=32, STAGES=1 if INTERPRETED else 3,
+                KINDS=kinds, ACROSS=self.w_q[0].stride(2) == 1, NORMED=gain is not None, SHIFTED=shifted,
+                GAIN=_named(gain or torch.float32),
+                **self._common, BLOCK_D=64, STAGES=1 if INTERPRETED else 3,
             )  # fmt: skip
         plain = made[..., 0, :, :]
         folded, cross = made[..., min(1, kinds - 1), :, :], made[..., :heads, 2, :, :] if pulled else None
@@ -221,14 +234,14 @@ class Modules:
         if move.factors is not None:
             factors = torch.cat([x.expand(modules, groups, -1) for x in move.factors], 2).contiguous()
         pulls = shrinks.new_zeros(1)
-        still = (shrinks == 0).flatten(2).all(-1) & (factors == 1).all(-1)
+        moving = move.shrunk.expand(modules, groups, -1).any(-1) | (factors != 1).any(-1)
         if move.pull is not None:
             pulls = torch.stack([x.expand(modules, groups, heads) for x in move.pull], 2).contiguous()
-            still &= (pulls == 0).flatten(2).all(-1)
+            moving |= (pulls != 0).flatten(2).any(-1)
         block = 64
         with on(self.table):
             _move_kernel[(modules * groups * ceil(d, block),)](
-                self.table, shrinks, pulls, factors, (~still).to(torch.int32), groups, d, *self._strides,
+                self.table, shrinks, pulls, factors, moving.to(torch.int32), groups, d, *self._strides,
                 QUERIES=trained[0], KEYS=trained[1], PULLED=move.pull is not None, **self._common,
                 BLOCK_C=min(32, self._common["BLOCK_K"]), BLOCK_D=block, STAGES=1 if INTERPRETED else 2,
             )  # fmt: skip
@@ -244,7 +257,7 @@ class Modules:
         block = 1 << (k - 1).bit_length()
         return {
             "K": k, "R": heads, "WEIGHT": _named(self.w_q[0].dtype), "ALIGNED": self.aligned, "BLOCK_K": block,
-            "PRECISION": precision(half=False), "num_warps": 8 if block >= 64 else 4,
+            "PRECISION": "tf32", "num_warps": 8 if block >= 128 else 4,
         }  # fmt: skip
 
 

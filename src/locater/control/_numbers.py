@@ -20,6 +20,12 @@ def checked_positive(name: str, value: float) -> float:
     return _checked(name, value, math.nextafter(0.0, 1.0), "a positive, finite number")
 
 
+def checked_count(name: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise LocaterError(f"{name} must be a positive whole number, got {value!r:.80}")
+    return value
+
+
 def _checked(name: str, value: float, least: float, what: str) -> float:
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not real or not least <= value or not abs(value) < math.inf:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from locater.control._groups import Groups
-from locater.control._parameters import HeldBy, attentions_with_weights, projections, unwrapped
+from locater.control._parameters import HeldBy, attentions_with_weights, held_by, projections, unwrapped
 from locater.errors import LocaterError
 from locater.models import Attention
 from locater.names import plain_name
@@ -271,17 +271,36 @@ class Regulariser(ABC):
     def schedule(self) -> Schedule | None:
         return self._clock.schedule
 
-    def attach(self, optimizer: Optimizer) -> Self:
+    def attach(self, optimizer: Optimizer | Sequence[Optimizer]) -> Self:
         """Acts in every step of `optimizer`, on the parameters it holds; a step that GradScaler skips is skipped.
 
-        Several optimizers: attach each. Attached twice to one, it acts once.
+        Several optimizers that train the model together, as Muon and AdamW do, are given as a list: those that hold
+        query or key weights are attached to. Attached twice to one, it acts once.
         """
+        if isinstance(optimizer, Sequence):
+            for one in self._training(optimizer):
+                self.attach(one)
+            return self
         optimizer = unwrapped(optimizer)
         HeldBy(optimizer, self._tensors)  # refuses one of other weights
         if (before := self._attached.pop(id(optimizer), None)) is not None:
             before.remove()
         self._attached[id(optimizer)] = _Attachment(self).apply(self._model, optimizer)
         return self
+
+    def _training(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        """Those of the optimizers that train query and key weights: together all that are trained, each by one."""
+        holders = {id(one): held_by(one) for one in map(unwrapped, optimizers)}
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        for tensor in self._tensors:
+            count = sum(id(tensor) in held for held in holders.values())
+            if tensor.requires_grad and count != 1:
+                which = "none" if count == 0 else f"{count}"
+                raise LocaterError(
+                    f"{names.get(id(tensor), 'a query or key weight')} is held by {which} of the optimizers"
+                )
+        wanted = {id(tensor) for tensor in self._tensors if tensor.requires_grad}
+        return [one for one in optimizers if wanted & holders[id(unwrapped(one))]]
 
     def detach(self) -> None:
         """Undoes every `attach`."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from locater.control._groups import Groups, RateOf
 from locater.control._moves import MovedGroup, Step, stacked_initial
-from locater.control._numbers import checked_number, checked_strength
+from locater.control._numbers import checked_count, checked_number, checked_strength
 from locater.control._parameters import HeldBy, refuse_computed
 from locater.control.apply import LocAteRForm, Regulariser, Schedule, around_step, traces
 from locater.control.heads import read_heads, write_heads
@@ -45,7 +45,8 @@ class DecoupledLocAteR(Regulariser):
     2 / (the logits' scale) unless given, tr W_QK = 2 √d_head: a value chosen by training, with no theory behind it for
     tokens that are normalised. A trace above it is left alone. With `growing_only=False` share is 1, there is no limit,
     and a trace is lowered to its target, too. `schedule`, if given, multiplies the strength: a function of the number
-    of steps taken, to release heads at the end (at 0 nothing is done).
+    of steps taken, to release heads at the end (at 0 nothing is done). With `every` it acts after each n-th step only,
+    by a step n times as large: for a n-th of the time, heads may grow for n steps before they are shrunk or limited.
 
     With rotary positions, W_QK is what acts at offset 0, and another matrix at each other offset. A head is then judged
     and limited by the largest scale that any offset can give it (a bound of that, `Rope.largest_product`), the keys'
@@ -64,9 +65,11 @@ class DecoupledLocAteR(Regulariser):
         strength: float = 3.0,
         target: float | None = None,
         growing_only: bool = True,
+        every: int = 1,
         schedule: Schedule | None = None,
     ) -> None:
         self.strength = checked_strength("strength", strength)
+        self.every = checked_count("every", every)
         if not isinstance(growing_only, bool):
             raise LocaterError(f"growing_only must be true or false, got {growing_only!r:.80}")
         self.rule = Decoupled(None if target is None else checked_number("target", target), growing_only)
@@ -131,9 +134,10 @@ class DecoupledLocAteR(Regulariser):
 
     def _hook(self, optimizer: Optimizer, held: HeldBy, undo: ExitStack) -> None:
         def after() -> None:
-            overflow = getattr(optimizer, "found_inf", None)
-            rates = [group["lr"] for group in optimizer.param_groups]
-            self._act(rates if overflow is None else [rate * (1 - overflow.float()) for rate in rates], held.group)
+            if (self.step + 1) % self.every == 0:
+                overflow = getattr(optimizer, "found_inf", None)
+                rates = [self.every * group["lr"] for group in optimizer.param_groups]
+                self._act(rates if overflow is None else [rate * (1 - overflow.float()) for rate in rates], held.group)
             self._clock.tick(optimizer)
 
         around_step(optimizer, undo, after=after)
@@ -210,12 +214,14 @@ class DecoupledLocAteRMethod(LocAteRForm):
         strength: float = 3.0,
         target: float | None = None,
         growing_only: bool = True,
+        every: int = 1,
         schedule: Schedule | None = None,
     ) -> None:
         self.settings: dict[str, Any] = {
             "strength": checked_strength("strength", strength),
             "target": None if target is None else checked_number("target", target),
             "growing_only": growing_only,
+            "every": checked_count("every", every),
             "schedule": schedule,
         }
 

@@ -27,6 +27,7 @@ class Move:
 
     shrink: tuple[Tensor, Tensor]  # (…, R, K, K), (…, 1 or R, K, K)
     pull: tuple[Tensor, Tensor] | None  # (…, R) each
+    shrunk: Tensor  # (…) whether `shrink` is not 0
     factors: tuple[Tensor, Tensor] | None = None  # f_q (…, R) and f_k (…, 1 or R); biases are multiplied, too
 
 

@@ -24,6 +24,7 @@ from locater.qk import QK
 __all__ = ["VERSION", "Decoupled", "baseline_scale", "decoupled_step", "limit_factors"]
 
 VERSION = 2  # raised when the formula changes: states of another version are refused
+_ROUNDING = 1e-3  # growth below it is that of products in TF32
 _LIMIT = 3.0  # times its baseline is the largest effective scale of a head
 _UPDATES, _MOST_GROWTH = 250, 8.0  # the root of the baseline grows by the initial one in so many updates; so many times
 
@@ -132,10 +133,10 @@ def decoupled_step(
 ) -> tuple[Tensor, Tensor]:
     """W_Q and W_K after one step down  scale_step · scale + mean_step · (trace − target)².
 
-    With a `baseline`, the scale's step is multiplied by clamp(scale/baseline − 1, 0, 1), and a trace above its target
-    is not lowered. With rotary positions the scale is the mean of that at offset 0 and of its mean over all offsets,
-    and growth is that of the largest scale that any rotary angles can give; the trace is that of offset 0. A W_QK
-    without a trace makes the scale's step alone.
+    With a `baseline`, the scale's step is multiplied by clamp(scale/baseline − 1, 0, 1), by 0 up to a thousandth, and a
+    trace above its target is not lowered. With rotary positions the scale is the mean of that at offset 0 and of its
+    mean over all offsets, and growth is that of the largest scale that any rotary angles can give; the trace is that of
+    offset 0. A W_QK without a trace makes the scale's step alone.
     """
     heads = Heads(qk, 1.0, rope=rope)
     moved = heads.moved(_move(heads.grams(), scale_step, mean_step if qk.square else None, target, baseline)).qk
@@ -145,14 +146,15 @@ def decoupled_step(
 def _move(grams: Grams, scale_step: Tensor, mean_step: Tensor | None, target: Tensor, baseline: Tensor | None) -> Move:
     products = _Products(grams.q, grams.k, grams.shared_keys)
     if baseline is not None:
-        scale_step = scale_step * (grams.scale() / baseline - 1).clamp(0, 1)
+        growth = grams.scale() / baseline - 1
+        scale_step = scale_step * torch.where(growth > _ROUNDING, growth.clamp(max=1), 0.0)
     shrink = products.averaged(grams.rope).damped(scale_step)
     if mean_step is None or grams.trace is None:
-        return Move(shrink, None)
+        return Move(shrink, None, scale_step > 0)
     if baseline is not None:
         target = torch.maximum(target, grams.trace)
     pull = products.damped_pull(grams.trace, mean_step, target)
-    return Move(shrink, (pull, pull))
+    return Move(shrink, (pull, pull), scale_step > 0)
 
 
 @dataclass(frozen=True)
