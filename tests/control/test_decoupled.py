@@ -416,3 +416,67 @@ def test_no_two_modules_that_share_a_parameter_are_worked_on_at_once():
     groups = DecoupledLocAteR(model)._groups(lambda _: 0, None)
     members = sorted(sorted(one.module for one in group.members) for group in groups)
     assert members == [["0", "3"], ["1"], ["2"]]
+
+
+def test_on_every_nth_step_it_acts_by_a_step_n_times_as_large():
+    torch.manual_seed(0)
+    model = build("gpt2")
+    once = copy.deepcopy(model)
+    DecoupledLocAteR(once).step_(3 * 1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)  # without gradients it does nothing
+    DecoupledLocAteR(model, every=3).attach(optimizer)
+    before = weights(model)
+    for step in range(1, 4):
+        optimizer.step()
+        wanted = before if step < 3 else weights(once)
+        assert all(torch.equal(value, wanted[name]) for name, value in weights(model).items())
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, None])
+def test_every_is_a_positive_whole_number(every):
+    with pytest.raises(LocaterError, match="every must be a positive whole number"):
+        DecoupledLocAteR(build("gpt2"), every=every)
+
+
+def muon_and_adamw(model):
+    """As people train: matrices by Muon, what is left by AdamW."""
+    inside = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
+    rest = [p for p in model.parameters() if all(p is not one for one in inside)]
+    return torch.optim.Muon(inside, lr=2e-2), torch.optim.AdamW(rest, lr=1e-3)
+
+
+def test_optimizers_that_train_a_model_together_are_attached_to_in_one_call():
+    torch.manual_seed(0)
+    model = build("llama")
+    muon, adamw = muon_and_adamw(model)
+    reg = DecoupledLocAteR(model).attach([muon, adamw])
+    twin = copy.deepcopy(model)
+    alone = DecoupledLocAteR(twin)
+    alone.load_state_dict(reg.state_dict())
+    for one in (model, twin):
+        grow(one, 3)
+    alone.step_(2e-2)
+    for optimizer in (muon, adamw):
+        optimizer.step()
+    after = weights(twin)
+    assert all(torch.equal(value, after[name]) for name, value in weights(model).items())
+    assert reg.step == 1
+    reg.detach()
+    muon.step()
+    assert all(torch.equal(value, after[name]) for name, value in weights(model).items())
+
+
+def test_optimizers_that_share_or_miss_weights_are_refused():
+    model = build("llama")
+    muon, adamw = muon_and_adamw(model)
+    before = weights(model)
+    for optimizers, words in (
+        ([adamw], r"q_proj\.weight is held by none of the optimizers"),
+        ([muon, torch.optim.SGD(model.parameters(), lr=1.0)], r"q_proj\.weight is held by 2 of the optimizers"),
+        ([], "held by none"),
+        ([muon, None], "expected a torch optimizer, got NoneType"),
+    ):
+        with pytest.raises(LocaterError, match=words):
+            DecoupledLocAteR(model).attach(optimizers)
+    muon.step()
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
