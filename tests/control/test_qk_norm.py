@@ -32,19 +32,19 @@ def learned(model, handle):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("gain", [True, False])
-def test_the_logits_are_those_of_an_attention_with_norms(family, gain):
+@pytest.mark.parametrize(("gain", "queries"), [(True, True), (False, True), (True, False)])
+def test_the_logits_are_those_of_an_attention_with_norms(family, gain, queries):
     """The registry knows norms of q and k, for the families that have them: another account of the same."""
     model, given = ready(family), batch(family)
     known = attentions(model)
-    handle = QKNorm(gain=gain).apply(model)
+    handle = QKNorm(gain=gain, queries=queries).apply(model)
     gains = learned(model, handle)
     with recorded_logits(model) as seen:
         loss_of(model, given)
     for attention in known:
         query, key, found = seen[attention.module]
         norms = [Norm(gains.get(f"{attention.module}.locater_qk_norm.{part}"), 1e-6) for part in ("query", "key")]
-        expected = replace(attention, query_norm=norms[0], key_norm=norms[1]).logits(query, key)
+        expected = replace(attention, query_norm=norms[0] if queries else None, key_norm=norms[1]).logits(query, key)
         # a softmax over keys does not mind what is added to all of them: Bloom's ALiBi counts from elsewhere
         at = found > -1e30
         torch.testing.assert_close(
@@ -158,3 +158,19 @@ def test_attention_without_a_place_for_it_is_refused():
         QKNorm().apply(Joint())
     with pytest.raises(LocaterError, match=r"Qwen3Attention.* normalises q and k itself"):
         QKNorm().apply(ready("qwen3"))
+
+
+def test_beside_muon_the_gains_go_to_the_optimizer_of_the_other_vectors():
+    model = ready("llama")
+    inside = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
+    rest = [p for p in model.parameters() if all(p is not one for one in inside)]
+    muon, adamw = torch.optim.Muon(inside, lr=2e-2), torch.optim.AdamW(rest, lr=1e-3, weight_decay=0.1)
+    with pytest.raises(LocaterError, match="Muon trains matrices, and QK-norm's gains are vectors"):
+        QKNorm().apply(model, muon)
+    handle = QKNorm(queries=False).apply(model, [muon, adamw])
+    assert len(handle.parameters) == len(attentions(model))
+    assert adamw.param_groups[-1]["params"] == handle.parameters
+    assert (adamw.param_groups[-1]["lr"], adamw.param_groups[-1]["weight_decay"]) == (1e-3, 0.0)
+    assert len(muon.param_groups) == 1
+    handle.remove()
+    assert len(adamw.param_groups) == 1

@@ -44,14 +44,16 @@ class Method(ABC):
     at_start: str
     """What applying it does to the output of a model that has been trained without it."""
 
-    def apply(self, model: nn.Module, optimizer: Optimizer | None = None) -> Applied:
+    def apply(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> Applied:
         """Puts the method to work; a method that fails leaves model and optimizer as they were.
 
-        `optimizer` is the one that trains the query and key weights. Methods that add parameters take none, too: make
-        the optimizer afterwards.
+        `optimizer` is the one that trains the query and key weights, or a list of all that train the model, as Muon and
+        AdamW do together. Methods that add parameters take none, too: make the optimizer afterwards.
         """
         if not isinstance(model, nn.Module):
             raise LocaterError(f"{self.name} is applied to a torch module, got {type(model).__name__}")
+        if isinstance(optimizer, Sequence):
+            optimizer = self._chosen(model, [unwrapped(one) for one in optimizer])
         optimizer = None if optimizer is None else unwrapped(optimizer)
         for entry in _entries(model):
             self._refuse_repeat(entry, optimizer)
@@ -61,6 +63,18 @@ class Method(ABC):
         with ExitStack() as undo:
             installed = self._install(model, optimizer, undo)
             return Applied(self, optimizer, undo.pop_all(), installed)
+
+    def _chosen(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Optimizer:
+        """Of several optimizers, the one that the method works with."""
+        tensors = [
+            t for each in attentions_with_weights(model, self.name) for one in projections(each) for t in one.tensors
+        ]
+        found = [one for one in optimizers if any(id(t) in held_by(one) for t in tensors if t.requires_grad)]
+        if len(found) != 1:
+            raise LocaterError(
+                f"{len(found)} of the optimizers hold query and key weights; {self.name} takes one that holds them all"
+            )
+        return found[0]
 
     def contradicts(self, other: Method) -> str | None:
         """Why the two cannot work together, if they cannot. Either of them may know."""

@@ -5,7 +5,7 @@ Legend: G key heads, R query heads for each, K head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from locater.control._numbers import checked_positive, checked_strength
-from locater.control._parameters import add_group, attentions_with_weights, owner_of, refuse_computed, refuse_wrapped
+from locater.control._parameters import (
+    add_group,
+    attentions_with_weights,
+    held_by,
+    owner_of,
+    refuse_computed,
+    refuse_wrapped,
+)
 from locater.control.apply import Installed, Method
 from locater.control.rules.qk_norm import EPS, normalised
 from locater.errors import LocaterError
@@ -28,17 +35,21 @@ _PART = "locater_qk_norm"  # the submodule of an attention module that holds the
 class QKNorm(Method):
     """RMS-normalises q and k per head, with learned gains of the head's width (started at `initial_gain`) or none.
 
+    With `queries=False` the keys alone, which then all have one length: half of the cost, and logits that may grow with
+    the queries.
+
     The gains, one vector for the queries of a module and one for its keys, are parameters of the model under
     `<attention module>.locater_qk_norm`; they get a group of their own in the optimizer, without weight decay. A state
     dict with them is loaded into a model that QK-norm is applied to.
     """
 
     name = "QK-norm"
-    at_inference = "Two norms a layer, which the model has to be run with."
     at_start = "The output changes: the lengths of q and k are lost, and with them how sharp each head was."
 
-    def __init__(self, *, gain: bool = True, eps: float = EPS, initial_gain: float = 1.0) -> None:
-        self.gain, self.eps = bool(gain), checked_strength("eps", eps)
+    def __init__(self, *, queries: bool = True, gain: bool = True, eps: float = EPS, initial_gain: float = 1.0) -> None:
+        self.queries, self.gain, self.eps = bool(queries), bool(gain), checked_strength("eps", eps)
+        norms = "Two norms" if self.queries else "A norm"
+        self.at_inference = f"{norms} a layer, which the model has to be run with."
         self.initial_gain = checked_positive("initial_gain", initial_gain)
         if not self.gain and self.initial_gain != 1:
             raise LocaterError("initial_gain is that of learned gains, which gain=False leaves out")
@@ -46,14 +57,15 @@ class QKNorm(Method):
     def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
         known = attentions_with_weights(model, self.name)
         refuse_computed(known, self.name)
-        plans = [list(_plan(model, attention)) for attention in known]  # all are checked before one is changed
+        parts = ("query", "key") if self.queries else ("key",)
+        plans = [list(_plan(model, attention, parts)) for attention in known]  # all are checked before one is changed
         if self.gain:
             refuse_wrapped(model, known, self.name)
         modules: list[nn.Module] = []
         gains: list[nn.Parameter] = []
         for attention, plan in zip(known, plans, strict=True):
             module = model.get_submodule(attention.module)
-            norm = _Norm(attention, self.eps, self.initial_gain if self.gain else None)
+            norm = _Norm(attention, self.eps, self.initial_gain if self.gain else None, parts)
             module.add_module(_PART, norm)
             undo.callback(delattr, module, _PART)
             for layer, names in plan:
@@ -64,8 +76,20 @@ class QKNorm(Method):
             gains.extend(norm.parameters())
         if optimizer is not None and gains:
             like = [projection.tensor for attention in known for projection in _parts(attention).values()]
-            add_group(optimizer, gains, like, self.name, undo)
+            vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+            if type(optimizer).__name__ == "Muon":
+                raise LocaterError(
+                    "Muon trains matrices, and QK-norm's gains are vectors: apply QK-norm with the optimizer of the "
+                    "other parameters, or with a list of both"
+                )
+            add_group(optimizer, gains, [*like, *vectors], self.name, undo)
         return Installed(modules, gains)
+
+    def _chosen(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Optimizer:
+        """Of several, the one that trains the model's vectors: its gains are vectors, too."""
+        vectors = {id(parameter) for parameter in model.parameters() if parameter.ndim < 2}
+        found = next((one for one in optimizers if vectors & held_by(one)), None)
+        return super()._chosen(model, optimizers) if found is None else found
 
 
 def _parts(attention: Attention) -> dict[str, Projection]:
@@ -73,7 +97,9 @@ def _parts(attention: Attention) -> dict[str, Projection]:
     return {"query": attention.query, "key": attention.key}
 
 
-def _plan(model: nn.Module, attention: Attention) -> Iterator[tuple[nn.Module, dict[str, Projection]]]:
+def _plan(
+    model: nn.Module, attention: Attention, parts: Sequence[str]
+) -> Iterator[tuple[nn.Module, dict[str, Projection]]]:
     """The linear layers whose outputs are, or contain, the queries and keys of a module."""
     module = model.get_submodule(attention.module)
     if hasattr(module, _PART):
@@ -83,7 +109,8 @@ def _plan(model: nn.Module, attention: Attention) -> Iterator[tuple[nn.Module, d
     if attention.query is None:
         raise LocaterError(f"{attention.module} trains W_QK itself: it has no queries and keys to normalise")
     layers: dict[int, tuple[nn.Module, dict[str, Projection]]] = {}
-    for part, projection in _parts(attention).items():
+    for part in parts:
+        projection = _parts(attention)[part]
         _, layer, name = owner_of(model, projection.tensor)
         if layer is module or name != "weight":
             raise LocaterError(
@@ -97,12 +124,12 @@ def _plan(model: nn.Module, attention: Attention) -> Iterator[tuple[nn.Module, d
 class _Norm(nn.Module):
     """The gains of one attention module."""
 
-    def __init__(self, attention: Attention, eps: float, gain: float | None) -> None:
+    def __init__(self, attention: Attention, eps: float, gain: float | None, parts: Sequence[str]) -> None:
         super().__init__()
         self.eps = eps
         weight = attention.key.tensor
         width = attention.key.shape[-2]
-        for part in ("query", "key"):
+        for part in parts:
             start = None if gain is None else torch.full((width,), gain, dtype=weight.dtype, device=weight.device)
             self.register_parameter(part, None if start is None else nn.Parameter(start))
 
