@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 from zoo import build
 
+from interpreter import on_gpu
 from locater import LocaterError, observe
 from locater.measure.hf import ObserveCallback
 from locater.measure.lightning import ObserveCallback as LightningCallback
@@ -251,3 +252,29 @@ def test_bad_input_is_told_before_training(tmp_path):
     ):
         model(input_ids=batch(0))
     assert (tmp_path / "notes.txt").read_text() == "mine\n"
+
+
+@on_gpu
+def test_on_a_gpu_a_step_is_written_when_the_next_begins_or_the_log_is_closed(tmp_path):
+    """Its numbers are those that observe gives, and nothing waits for them meanwhile."""
+    model, file = build("llama").cuda(), tmp_path / "log.jsonl"
+    ids = torch.randint(60, (2, 12), device="cuda")
+    tables = []
+    with AttentionLog(model, every=1, file=file) as log:
+        for step in range(3):
+            assert len(read_log(file)["step"].unique()) == step - 1 if step > 1 else True
+            waits = "default" if step == 0 else "error"  # at first kernels are compiled
+            with log.step(step) as seen:
+                model(input_ids=ids)
+                torch.cuda.set_sync_debug_mode(waits)
+            torch.cuda.set_sync_debug_mode("default")
+            tables.append((seen.table(), seen.tokens()))
+    rows = read_log(file)
+    assert sorted(rows["step"].unique()) == [0, 1, 2]
+    for step, (heads, tokens) in enumerate(tables):
+        found = rows[rows["step"] == step]
+        for name in ("entropy", "entropy_share", "max_logit"):
+            assert [x for row in found[name] for x in row] == pytest.approx(heads[name].tolist())
+        for name in ("rank_residual", "effective_rank", "mean_cosine"):
+            assert found[name].tolist() == pytest.approx(tokens[name].tolist())
+        assert set(found["keys"]) == {12}

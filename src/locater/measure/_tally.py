@@ -46,18 +46,15 @@ class HeadTally:
         if found.real is not None:
             counts &= found.real[:, None]
         has_share = counts & (keys > 1)
-        values = {
-            "queries": (torch.ones_like(s.entropy), counts),
-            "entropy": (s.entropy, counts),
-            "share": (s.entropy / keys.clamp(min=2).to(s.entropy.dtype).log(), has_share),
-            "queries with a share": (torch.ones_like(s.entropy), has_share),
-            "logsumexp": (s.logsumexp, counts),
-        }
-        for name, (each, where) in values.items():
-            by_row = torch.where(where, _wide(each), 0)  # (E·B, H, Tq)
-            self._add(name, by_row.sum(2), found.members)
-            if self._by_position and name in ("queries", "entropy"):
-                self._add(f"{name} by position", by_row, found.members)
+        share = s.entropy / keys.clamp(min=2).to(s.entropy.dtype).log()
+        ones = torch.ones_like(share)
+        values = torch.stack([ones, s.entropy, s.logsumexp, ones, share], -1)
+        where = torch.stack([counts, counts, counts, has_share, has_share], -1)
+        by_row = torch.where(where, _wide(values), 0)  # (E·B, H, Tq, 5)
+        self._add("totals", by_row.sum(2), found.members)
+        if self._by_position:
+            self._add("queries by position", by_row[..., 0], found.members)
+            self._add("entropy by position", by_row[..., 1], found.members)
         for query in self._queries:
             inside, unmasked = _calls.signal_propagation(found, query)  # (E·B, H, Tk)
             self._add(f"inside {query}", inside.to(s.entropy.dtype), found.members)
@@ -73,12 +70,12 @@ class HeadTally:
     def columns(self) -> dict[str, Tensor]:
         """The table's, (E·H,) each."""
         assert self._max_logit is not None
-        sums, queries = self._sums, self._sums["queries"]
+        queries, entropy, logsumexp, with_share, share = self._sums["totals"].unbind(-1)
         return {
-            "entropy": sums["entropy"] / queries,
-            "entropy_share": sums["share"] / sums["queries with a share"],
+            "entropy": entropy / queries,
+            "entropy_share": share / with_share,
             "max_logit": self._max_logit,
-            "logsumexp": sums["logsumexp"] / queries,
+            "logsumexp": logsumexp / queries,
             "queries": queries.long(),
         }
 
@@ -135,6 +132,10 @@ class TokenTally:
         )
         sums = torch.where(counts, _wide(values), 0).unflatten(1, (members, -1)).sum(2)
         self._sums = sums if self._sums is None else self._sums.to(sums.device) + sums
+
+    def means(self, member: int = 0) -> Tensor | None:
+        """The three of `columns`, on the device; NaN where no sequence counted."""
+        return None if self._sums is None else self._sums[:3, member] / self._sums[3, member]
 
     def columns(self, member: int = 0) -> dict[str, float] | None:
         if self._sums is None:

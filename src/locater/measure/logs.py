@@ -11,35 +11,36 @@
      "entropy": […], "entropy_share": […], "max_logit": […],              a number a head, null where not finite
      "rank_residual": …, "effective_rank": …, "mean_cosine": …}           of the tokens that enter the module
 
-A step's lines are on disk, whole, before the next step begins. `locater.measure.alarms` are raised over them.
+A step's lines are on disk, whole, before the next step begins. `locater.measure.alarms` are raised over them. On a GPU
+its numbers are fetched while the rest of the step runs, and written when the next one begins, or the log is closed.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
 from torch import nn
 
 from locater.errors import LocaterError, require
 from locater.hooks import attention_sites
 from locater.io import parse_json_lines, read_file, write_file
 from locater.measure.alarms import Alarm, Alarms
-from locater.measure.observe import Observation, observe
+from locater.measure.observe import LOGGED, Observation, observe
 
 if TYPE_CHECKING:
     import pandas
 
 __all__ = ["AttentionLog", "read_log"]
 
-_HEADS = ("entropy", "entropy_share", "max_logit")
 _TOKENS = ("rank_residual", "effective_rank", "mean_cosine")
 
 
@@ -83,10 +84,13 @@ class AttentionLog:
         self._begun = False  # writing
         self._asked: int | None = None  # the last step that began
         self._open: tuple[int, ExitStack, Observation] | None = None  # the step that is observed now
+        self._unwritten: _Fetched | None = None  # of the step before
+        atexit.register(_finish, weakref.ref(self))
 
     @property
     def alarms(self) -> list[Alarm]:
         """All that were raised so far."""
+        self._finish()
         return self._alarms.raised
 
     @contextmanager
@@ -106,6 +110,7 @@ class AttentionLog:
     def begin(self, step: int) -> Observation | None:
         """Starts observing if the step is to be logged: a multiple of `every`, or the first after one."""
         self.cancel()
+        self._finish()
         asked, self._asked = self._asked, step
         due = step % self.every == 0 if asked is None else step // self.every > asked // self.every
         if not due:
@@ -121,12 +126,21 @@ class AttentionLog:
             return
         step, _, seen = self._open
         self.cancel()
-        rows = _rows(step, seen)
+        self._unwritten = _Fetched(step, seen)
+        if self._unwritten.arrived is None:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Writes what was fetched."""
+        fetched, self._unwritten = self._unwritten, None
+        if fetched is None:
+            return
+        rows = fetched.rows()
         if self._path is not None:
-            self._write(self._path, step, rows)
+            self._write(self._path, fetched.step, rows)
         if self._board is not None:
-            self._show(step, rows)
-        self._alarms.update(step, rows)
+            self._show(fetched.step, rows)
+        self._alarms.update(fetched.step, rows)
 
     def cancel(self) -> None:
         """Ends observing and leaves the model as it was found."""
@@ -137,6 +151,7 @@ class AttentionLog:
 
     def close(self) -> None:
         self.cancel()
+        self._finish()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -187,21 +202,43 @@ def read_log(file: str | Path) -> pandas.DataFrame:
     return pandas.DataFrame(_whole_lines(Path(file)))
 
 
-def _rows(step: int, seen: Observation) -> list[dict[str, Any]]:
-    heads, tokens = seen.table(), {row["module"]: row for row in seen.tokens().to_dict("records")}
-    rows = []
-    for module in dict.fromkeys(heads["module"]):
-        table = heads[heads["module"] == module]
-        row: dict[str, Any] = {"step": step, "module": module}
-        row |= {"layer": int(table["layer"].iloc[0]), "kind": table["kind"].iloc[0], "keys": _keys(seen.rho(module))}
-        row |= {name: [_finite(value) for value in table[name]] for name in _HEADS}
-        rows.append(row | {name: _finite(tokens[module][name]) if module in tokens else None for name in _TOKENS})
-    return rows
+class _Fetched:
+    """The numbers of a step, on their way from the device."""
+
+    def __init__(self, step: int, seen: Observation) -> None:
+        self.step = step
+        self._known, numbers = seen.packed()
+        self.arrived: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            with torch.cuda.device(numbers.device):
+                self.arrived = torch.cuda.Event()
+                self.arrived.record()
+        else:
+            self._numbers = numbers.cpu()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The lines of the log."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        left, rows = iter(self._numbers.tolist()), []
+        for known in self._known:
+            row = {
+                "step": self.step,
+                **{name: known[name] for name in ("module", "layer", "kind")},
+                "keys": int(next(left)),
+            }
+            row |= {name: [_finite(next(left)) for _ in range(known["heads"])] for name in LOGGED}
+            rows.append(row | {name: _finite(next(left)) for name in _TOKENS})
+        return rows
 
 
-def _keys(rho: NDArray[np.float64]) -> int:
-    """Of ρ (heads, keys), which is NaN where a key is masked; all where every one is."""
-    return int((~np.isnan(rho)).any(0).sum()) or rho.shape[-1]
+def _finish(log: weakref.ref[AttentionLog]) -> None:
+    """At the end of a process that did not close its log."""
+    found = log()
+    if found is not None:
+        found._finish()
 
 
 def _finite(value: Any) -> float | None:

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -29,7 +30,9 @@ from locater.measure.predict import Prediction, predictions_of
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Observation", "observe"]
+__all__ = ["LOGGED", "Observation", "observe"]
+
+LOGGED = ("entropy", "entropy_share", "max_logit")  # of heads, in a log
 
 
 @contextmanager
@@ -131,6 +134,32 @@ class Observation:
                 if columns is not None:
                     rows.append({**known, **columns})
         return self._frame(rows, names)
+
+    def packed(self) -> tuple[list[dict[str, Any]], Tensor]:
+        """For a log: what is known of every module that was called (module, layer, kind, how many heads), and all its
+        numbers, one module's after the other in one tensor, so that one copy fetches them.
+
+        Of each: the keys that are unmasked for the longest sequence's last query; of all heads entropy, then
+        entropy_share, then max_logit; rank_residual, effective_rank and mean_cosine.
+        """
+        known, numbers = [], []
+        for recorder in self._recorders:
+            if not recorder.heads:
+                continue
+            members, columns = recorder.members(), recorder.heads.columns()
+            rho = recorder.heads.rho(-1)
+            assert rho is not None
+            for e, row in enumerate(members):
+                of_heads = [columns[name].view(len(members), -1)[e].double() for name in LOGGED]
+                unmasked = (~rho.unflatten(0, (len(members), -1))[e].isnan()).any(0).sum()
+                keys = torch.where(unmasked > 0, unmasked, rho.shape[-1])
+                tokens = recorder.tokens.means(e)
+                tokens = of_heads[0].new_full((3,), torch.nan) if tokens is None else tokens.double()
+                known.append({name: row[name] for name in ("module", "layer", "kind")} | {"heads": len(of_heads[0])})
+                numbers.append(torch.cat([keys.double()[None], *of_heads, tokens.to(rho.device)]))
+        device = numbers[0].device if numbers else torch.device("cpu")
+        empty = torch.empty(0, dtype=torch.float64)
+        return known, torch.cat([each.to(device) for each in numbers]) if numbers else empty
 
     def rho(self, module: str, query: int = -1) -> NDArray[np.float64]:
         """Measured ρ (heads, Tk): the share of all sequences with z in [0, 1], for one query and each key.
