@@ -40,13 +40,22 @@ def skeleton(config: Mapping[str, Any], origin: str) -> nn.Module | None:
         if "layers" in name and isinstance(value, int) and value > _MOST:
             raise LocaterError(f"{origin}: its configuration says {name} {value}")
     try:
-        settings = transformers.CONFIG_MAPPING[kind].from_dict(dict(config))
+        settings = transformers.CONFIG_MAPPING[kind].from_dict(_with_infinities(config))
         with torch.device("meta"):
             model: nn.Module = _class(config, settings)(settings)
     except Exception as error:  # a configuration can be wrong in any way
         words = " ".join(str(error).split()) or type(error).__name__  # some say it in their second line
         raise LocaterError(f"{origin}: its configuration builds no model: {words[:300]}") from error
     return model.eval()
+
+
+def _with_infinities(value: Any) -> Any:
+    """Numbers that JSON does not have are written as {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _with_infinities(each) for name, each in value.items()}
+    return [_with_infinities(each) for each in value] if isinstance(value, list) else value
 
 
 def _class(config: Mapping[str, Any], settings: Any) -> Any:

@@ -26,7 +26,7 @@ from torch import nn
 TOKENS = 24  # of a twin's sequences
 FRAMES = 80  # of a twin's sounds
 _SHORT = 8  # windows and original lengths
-_HEADS = re.compile(r"(^|_)(heads?|num_attention_heads_per_(stage|layer))$")
+_HEADS = re.compile(r"(^|_)(?<!d_)(heads?|num_attention_heads_per_(stage|layer))$")  # d_head is a width
 _KEY_HEADS = re.compile(r"(key_value|kv)_")
 _WIDTHS = re.compile(r"hidden|embd|embed|d_model|width|dims?$|channels?$|inner|projection|output_size|in_features")
 _FIXED = re.compile(
@@ -148,7 +148,8 @@ def _smaller(name: str, value: Any, ratio: Fraction) -> Any:
         return min(value, FRAMES // 2)  # of a sound, after a convolution of stride 2
     if _INNER.search(name):
         return min(value, 64)
-    if _HEADS.search(name) or (_WIDTHS.search(name) and not _FIXED.search(name) and value >= 16):
+    wide = _WIDTHS.search(name) and not _FIXED.search(name) and value >= 16
+    if _HEADS.search(name) or wide or name == "mamba_d_ssm":  # of all its heads together
         return int(value * ratio) if (value * ratio).denominator == 1 else value
     return value
 
