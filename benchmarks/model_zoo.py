@@ -288,6 +288,10 @@ def examine(kind, depth=DEPTH):
             result["unread"][stack[-1]] = reasons.get(near, "no reader") if near is not None else "no reader"
     if attentions and not result["wrong"]:
         result |= agreements(model, attentions)
+        if isinstance(result["saved"], str):  # a configuration whose layers were cut may not be read again
+            with contextlib.suppress(Exception):
+                whole = next(built(kind, depth=10**6))
+                result["saved"] = _saved(whole, list(reading(whole)))
     result["seconds"] = round(time.time() - began, 1)
     return result
 

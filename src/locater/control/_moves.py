@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,9 +28,17 @@ _TOGETHER = 64 << 20  # bytes of the small matrices of modules that are worked o
 _RECORDED = 32 << 20  # and up to which a step is recorded: they stay allocated
 
 
+class Now(NamedTuple):
+    """What changes from one step to the next."""
+
+    rates: tuple[Tensor, Tensor]
+    factor: Tensor | float
+    update: Tensor | int
+
+
 @dataclass(frozen=True)
 class Step:
-    """What a step is made of, but for what changes from one to the next."""
+    """What a step is made of, but for that."""
 
     rule: Decoupled
     strength: float
@@ -38,17 +46,10 @@ class Step:
     biases_trained: tuple[bool, bool]
     one_rate: bool  # of W_Q and W_K
 
-    def of(
-        self,
-        grams: Grams,
-        logit_scale: float,
-        initial: Tensor,
-        update: Tensor | int,
-        rates: tuple[Tensor, Tensor],
-        factor: Tensor | float,
-    ) -> Move:
-        pair = (rates[0], rates[0]) if self.one_rate else rates
-        return self.rule.step(grams, logit_scale, initial, update, pair, self.strength, factor, self.trained)
+    def of(self, grams: Grams, logit_scale: float, initial: Tensor, now: Now) -> Move:
+        rates = (now.rates[0], now.rates[0]) if self.one_rate else now.rates
+        given = logit_scale, initial, now.update, rates, self.strength, now.factor
+        return self.rule.step(grams, *given, self.trained)
 
 
 def stacked_initial(initial: Mapping[str, Tensor], members: Sequence[Attention]) -> Tensor:
@@ -154,7 +155,7 @@ class _OnDevice:
         biases = [self._biases(i) for i in (0, 1)]
         stacked = [None if not one else torch.stack(one).float() for one in biases]
         grams = self.modules.grams((stacked[0], stacked[1]), rope, pulled=rule.pulls(rope, True))
-        move = self.step.of(grams, self.members[0].scale, self.initial, update[..., None], (q, k), factor)
+        move = self.step.of(grams, self.members[0].scale, self.initial, Now((q, k), factor, update[..., None]))
         self.modules.move_(move, self.step.trained)
         for own, trained, factors in zip(biases, self.step.trained, move.factors or (), strict=False):
             if own and trained:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from locater.control._groups import Groups, RateOf
-from locater.control._moves import MovedGroup, Step, stacked_initial
+from locater.control._moves import MovedGroup, Now, Step, stacked_initial
 from locater.control._numbers import checked_count, checked_number, checked_strength
 from locater.control._parameters import HeldBy, refuse_computed
 from locater.control.apply import LocAteRForm, Regulariser, Schedule, around_step, traces
@@ -129,7 +129,7 @@ class DecoupledLocAteR(Regulariser):
                 initial = stacked_initial(self._initial, members).to(heads.qk.w_q)
                 grams = heads.grams(pulled=self.rule.pulls(heads.rope, heads.qk.square))
                 q, k = (heads.qk.w_q.new_zeros(1, 1, 1) + rate for rate in own)
-                move = step.of(grams, heads.logit_scale, initial, self.step + 1, (q, k), factor)
+                move = step.of(grams, heads.logit_scale, initial, Now((q, k), factor, self.step + 1))
                 write_heads(members, heads, heads.moved(move))
 
     def _hook(self, optimizer: Optimizer, held: HeldBy, undo: ExitStack) -> None:

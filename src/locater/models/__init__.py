@@ -4,7 +4,7 @@ from locater.models.attention import Attention
 from locater.models.covariance import covariances
 from locater.models.parts import Norm, Projection
 from locater.models.positions import Alibi, GridKeys, QueryGain, RelativeBias, RelativeKeys, TableBias
-from locater.models.proof import prove
+from locater.models.proof_table import prove
 from locater.models.registry import Site, attentions, register
 from locater.models.rope import Rope
 from locater.models.scan import Scan, Spectra, scan, spectra

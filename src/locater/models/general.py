@@ -22,24 +22,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from locater.models.flow import Compared, Projected
-from locater.models.logits import CLOSE, Logits, angles, by_token
+from locater.models.layers import Heads, Layout, NormRule, Side, Unread, setting
+from locater.models.logits import CLOSE, angles, by_token
 from locater.models.registry import LiveTensors, Site
-from locater.models.rules import (
-    BiasRule,
-    Factor,
-    GainRule,
-    GridRule,
-    Heads,
-    Layout,
-    NormRule,
-    RopeRule,
-    Rule,
-    Side,
-    SineRule,
-    TableRule,
-    Unread,
-    setting,
-)
+from locater.models.remainder import finished, gains, module_of, tables
+from locater.models.rules import Factor, GainRule, RopeRule, Rule, SineRule
 from locater.names import kind_of
 
 __all__ = ["explain"]
@@ -50,8 +37,6 @@ _HEADS = (
 )  # fmt: skip
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
 _EPS = re.compile(r"norm.*eps|eps.*norm")
-_FACTOR = re.compile(r"scal|mult|temp|norm_factor|sqrt|query_pre_attn")
-_STRENGTH, _LENGTH = "^attn_scale$|scaling_beta$", "^floor_scale$|^original_max_position_embeddings$"
 _Given = TypeVar("_Given")
 _Made = TypeVar("_Made")
 
@@ -97,10 +82,10 @@ def _explain(seen: Compared, root: nn.Module, site: Site, known: Sequence[Rule],
     rule = Rule(
         site.name, query, key, heads, _counts(site, heads), Factor(0.0), rope, query_gain=gain,
         input_norm=_input_norm(of_query.source, of_key.source, root), kind=kind, inner=inner,
-        parts=tuple((name, type(part)) for name, part in _module(site).named_modules()),
+        parts=tuple((name, type(part)) for name, part in module_of(site).named_modules()),
     )  # fmt: skip
-    rules = [replace(rule, position_keys=one) for one in sines or (None, *_tables(seen, site, heads))]
-    return _first(rules, lambda one: _finished(one, seen, site, known, time_first))
+    rules = [replace(rule, position_keys=one) for one in sines or (None, *tables(seen, site, heads))]
+    return _first(rules, lambda one: finished(one, seen, site, known, time_first))
 
 
 def _without(seen: _Seen, name: str, bias: Tensor) -> _Seen:
@@ -191,14 +176,7 @@ def _queries(seen: _Seen, heads: Heads, root: nn.Module, site: Site) -> tuple[Si
         query, *turned = _side(replace(seen, z=seen.z / factor), heads, heads.shared, root)
         return query, gain, turned[0], turned[1]
 
-    return _first([None, *_gains(site)], side)
-
-
-def _gains(site: Site) -> Iterator[GainRule]:
-    """By what settings have such names."""
-    for strength, length in itertools.product(_names(site, _STRENGTH), _names(site, _LENGTH)):
-        if all(_is_number(setting(site, name)) for name in (strength, length)):
-            yield from (GainRule(strength, length, shift) for shift in (0, 1))
+    return _first([None, *gains(site)], side)
 
 
 def _sines(seen: Compared, of_query: _Seen, heads: Heads, site: Site) -> Iterator[SineRule]:
@@ -218,16 +196,6 @@ def _sines(seen: Compared, of_query: _Seen, heads: Heads, site: Site) -> Iterato
     keys = Side(source.weight, source.bias, source.transposed, Layout("together", (0, 0)), count)
     for interleaved, sign in itertools.product((True, False), (1, -1)):
         yield SineRule(keys, *names, interleaved, sign)
-
-
-def _tables(seen: Compared, site: Site, heads: Heads) -> Iterator[TableRule | GridRule]:
-    """Tables that queries are compared with: of offsets; or two, of the rows and columns of an image."""
-    names = [name for name in seen.parameters if site.named(name).shape[1:] == (heads.width,)]
-    for name, left, sign in itertools.product(names, (*_names(site, "^left_max"), None), (1, -1)):
-        yield TableRule(name, left, sign)
-    yield from (
-        GridRule(*pair) for pair in itertools.permutations(names, 2) if all(len(site.named(n)) % 2 for n in pair)
-    )
 
 
 def _norm_rules(names: list[str], stored: Mapping[str, Tensor], width: int, eps: float) -> Iterator[NormRule | None]:
@@ -379,108 +347,3 @@ def _input_norm(source: Projected, other: Projected, root: nn.Module) -> NormRul
                 centred = bool((plain.mean(-1).abs() < 1e-3).all())
                 return NormRule(names[0], names[1] if count == 2 else None, centred, base)
     return None
-
-
-def _module(site: Site) -> nn.Module:
-    assert site.module is not None
-    return site.module
-
-
-def _names(site: Site, pattern: str) -> list[str]:
-    """Of attributes of the module and its parts, and of settings."""
-    parts = [("", _module(site)), *((f"{n}.", part) for n, part in _module(site).named_children())]
-    own = [prefix + name for prefix, part in parts for name in vars(part)]
-    own += [f"{name}.{inner}" for name, value in site.config.items() if isinstance(value, Mapping) for inner in value]
-    return [name for name in dict.fromkeys([*own, *site.config]) if re.search(pattern, name.rpartition(".")[2])]
-
-
-# ---------------------------------------------------------------------- factor, softcap and bias, by the proof of all
-
-
-def _finished(rule: Rule, seen: Compared, site: Site, known: Sequence[Rule], time_first: bool) -> Rule:
-    """With the factor, the softcap and the bias that make the logits; Unread if none do."""
-    best, about = math.inf, math.nan
-    caps = [name for name in _names(site, "softcap|softclamp") if _is_number(setting(site, name))]
-    plain = Logits.of(seen, rule.read(site), time_first)
-    fixed: Tensor | float = 0.0  # what no factor multiplies
-    if rule.position_keys is not None and not rule.position_keys.scaled:
-        whole, plain = plain, Logits.of(seen, replace(rule, position_keys=None).read(site), time_first)
-        fixed = whole.rebuilt.double() - plain.rebuilt.double()
-    for cap in caps if seen.capped else (None,):
-        real = plain.real.double() - fixed
-        if cap is not None:
-            size = float(setting(site, cap))
-            if bool((real[plain.visible].abs() >= size).any()):
-                continue
-            real = size * (real / size).atanh()
-        factor = _factor(plain.rebuilt.double(), real, plain.visible)
-        named = next((one for one in _factors(site) if _is(one.value(site, rule.heads.width), factor)), None)
-        about = factor
-        if named is None:
-            continue
-        made = replace(rule, factor=named, softcap=cap)
-        indices = [one.bias.index for one in known if one.bias is not None and one.bias.index is not None]
-        for bias in _biases(site, made, seen, real - factor * plain.rebuilt, plain.visible, indices):
-            logits = Logits.of(seen, replace(made, bias=bias).read(site), time_first)
-            if logits.agree:
-                return replace(made, bias=bias)
-            best = min(best, logits.difference / logits.range)
-    off = "" if best == math.inf else f"; what is rebuilt from its parts is off by {best:.2g} of the range"
-    raise Unread(f"logits are not q·k times a factor, or not one that has a name (about {about:.3g}){off}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
-def _is(value: float | None, wanted: float) -> bool:
-    return value is not None and abs(value - wanted) <= 1e-3 * abs(wanted)
-
-
-def _factor(rebuilt: Tensor, real: Tensor, visible: Tensor) -> float:
-    """By least squares, from what differs between two sequences where there are two: a bias of position does not."""
-    if len(real) > 1:
-        both = visible[0] & visible[1]
-        a, b = (rebuilt[0] - rebuilt[1])[both], (real[0] - real[1])[both]
-        if bool(a.abs().max() > 1e-3 * rebuilt.abs().max()):
-            return float((a * b).sum() / a.square().sum())
-    a, b = rebuilt[visible], real[visible]
-    return float((a * b).sum() / a.square().sum())
-
-
-def _factors(site: Site) -> Iterator[Factor]:
-    own = [name for name in vars(_module(site)) if _FACTOR.search(name)]
-    yield from (Factor(0.0, name) for name in own)  # as it is now: it may be changed after the model was built
-    yield from (Factor(-0.5), Factor(0.0), Factor(-1.0), Factor(-0.5, by_layer=True))
-    for name in _names(site, _FACTOR.pattern):
-        for width_power in (0.0, -0.5, -1.0):
-            yield from (Factor(width_power, name, power) for power in (1.0, -1.0, -0.5, 2.0))
-
-
-def _biases(
-    site: Site, rule: Rule, seen: Compared, rest: Tensor, visible: Tensor, indices: Sequence[Tensor]
-) -> Iterator[BiasRule | None]:
-    """None, and those that the parameters met on the way to softmax allow; `rest` is what q·k leaves of the logits.
-
-    `indices`: of the tables of other modules, as a shifted window may never show some of its pairs.
-    """
-    yield None
-    heads = rule.heads.groups * rule.heads.shared
-    for name in seen.parameters:
-        table = site.named(name)
-        if table.ndim != 2 or table.shape[1] != heads:
-            continue
-        distances: list[str | int] = [*_names(site, "max_distance"), 128]  # T5's, where no setting says it
-        for distance in distances:
-            yield from (BiasRule("buckets", name, bidirectional=both, distance=distance) for both in (True, False))
-        count = visible.sum(0)  # of windows some may have parts that are masked
-        if bool(count.all()):
-            mean = rest.masked_fill(~visible, 0).sum(0) / count  # (H, Tq, Tk)
-            index = torch.cdist(mean.permute(1, 2, 0).flatten(0, 1), table.double()).argmin(-1)
-            if len(index.unique()) == len(table):  # else a longer sequence may have rows that are not seen here
-                yield BiasRule("table", name, index=index.view(rest.shape[2:]))
-        alike = (index for index in indices if index.shape == rest.shape[2:] and int(index.max()) < len(table))
-        yield from (BiasRule("table", name, index=index) for index in alike)
-    if not seen.parameters and (rule.rope is None or rule.rope.on_a_line):
-        for scale in (1.0, rule.heads.width**-0.5):
-            yield from (BiasRule("alibi", scale=scale, rounded=rounded) for rounded in (False, True))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from locater.models.attention import Attention
 from locater.models.flow import Compared
+from locater.models.layers import Unread
 from locater.models.positions import Alibi
-from locater.models.rules import Unread
 
 __all__ = ["CLOSE", "Logits", "angles", "by_token"]
 

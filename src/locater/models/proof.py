@@ -1,19 +1,18 @@
 """Proof by logits: what is rebuilt from the parts of a model's attention against what the model really compares.
 
 A class that no hand-written family vouches for is read by the rules of its twin (`general`), once for a class, a
-configuration, an attention backend and the forwards of its parts. `prove` shows the proof of any model.
+configuration, an attention backend and the forwards of its parts. `proof_table` shows the proof of any model.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import re
 import weakref
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,16 +24,16 @@ from locater.models.attention import Attention
 from locater.models.families import generic, mla
 from locater.models.flow import Compared, compared
 from locater.models.general import explain
+from locater.models.layers import Unread
 from locater.models.logits import Logits
-from locater.models.registry import LiveTensors, Reader, Site, family, inside, is_pretrained, nearest_config, reading
-from locater.models.rules import Rule, Unread
+from locater.models.registry import LiveTensors, Reader, Site, family, inside, is_pretrained, nearest_config
+from locater.models.rules import Rule
 from locater.models.unread import NO_SOFTMAX
 from locater.names import layer_positions, numbers_in
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-__all__ = ["Proven", "may_be_attention", "prove", "proven", "proven_copy", "replaced"]
+__all__ = [
+    "Proven", "by_module", "may_be_attention", "proven", "proven_copy", "rebuilt", "replaced", "run_twin", "twin",
+]  # fmt: skip
 
 _LARGEST = 600_000_000  # parameters of a twin
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
@@ -143,7 +142,7 @@ def _twin(kind: Any, config: Any, options: Mapping[str, Any]) -> Any:
 
 def _explained(model: Any, *, alone: bool = False) -> Proven:
     """How the twin's modules are read; `alone`: those that its forward does not reach are called by themselves."""
-    seen, ran = _run(model)
+    seen, ran = run_twin(model)
     found = _of_events(model, seen)
     rules, unread = found.rules, found.unread
     for name, module in model.named_modules():
@@ -178,7 +177,7 @@ def _called_alone(model: Any, names: list[str]) -> Proven:
 def _of_events(model: nn.Module, seen: list[Compared]) -> Proven:
     rules: dict[str, Reader] = {}
     unread: dict[str, str] = {}
-    tensors, modules = LiveTensors(model), _by_module(model, seen)
+    tensors, modules = LiveTensors(model), by_module(model, seen)
     layers = _layers(modules)
     for name, events in modules.items():
         site = Site(name, nearest_config(model, name), tensors, model.get_submodule(name), model)
@@ -221,7 +220,7 @@ def rebuilt(seen: Compared, attention: Attention) -> Logits:
     return min((Logits.of(seen, attention, order) for order in (False, True)), key=lambda logits: logits.difference)
 
 
-def _run(model: Any) -> tuple[list[Compared], set[str]]:
+def run_twin(model: Any) -> tuple[list[Compared], set[str]]:
     """What the twin compares, and the modules that ran; models in it that are not reached are called by themselves."""
     seen: list[Compared] = []
     ran: set[str] = set()
@@ -239,7 +238,7 @@ def _run(model: Any) -> tuple[list[Compared], set[str]]:
     return seen, ran
 
 
-def _by_module(model: nn.Module, seen: list[Compared]) -> dict[str, list[Compared]]:
+def by_module(model: nn.Module, seen: list[Compared]) -> dict[str, list[Compared]]:
     """By the innermost module that has all layers of queries and keys."""
     found: dict[str, list[Compared]] = {}
     for one in seen:
@@ -335,7 +334,7 @@ def _read_alone(module: nn.Module, config: Mapping[str, Any], is_part: bool) -> 
         except Exception as raised:  # arguments that it does not take
             error = reason(raised)
             continue
-        events = _by_module(made, seen).get("")
+        events = by_module(made, seen).get("")
         if not events:
             return "it computes no softmax over products of its projections when it is called by itself"
         idle = [name for name, part in made.named_modules() if isinstance(part, nn.Linear) and name not in ran]
@@ -347,71 +346,3 @@ def _read_alone(module: nn.Module, config: Mapping[str, Any], is_part: bool) -> 
             return str(raised)
         return lambda site: rule.read(replace(site, model=site.module, prefix=f"{site.name}." if site.name else ""))
     return f"it cannot be called with states alone ({error}): locater.models.prove(model, batch) shows it at work"
-
-
-# ---------------------------------------------------------------------- the proof of a model
-
-
-def prove(model: nn.Module, batch: Mapping[str, Any] | None = None) -> pd.DataFrame:
-    """Logits rebuilt from the parts of every attention module against those that the model really compares.
-
-    On a small twin of the model, the same class from its configuration with every parameter random; or on the model
-    itself, called with a `batch` of yours as keywords. A row a module: the largest `difference` of logits of keys that
-    are not masked, their `range`, and the `reason` why it is not read, where it is not.
-    """
-    import pandas as pd
-
-    if batch is not None:
-        rows = _rows(model, compared(model, functools.partial(model, **batch))[0])
-    else:
-        parts = {name: part for name, part in model.named_modules() if is_pretrained(part)}
-        outermost = [name for name in parts if not any(name != other and inside(name, other) for other in parts)]
-        rows = [row for name in outermost for row in _twin_rows(parts[name], f"{name}." if name else "")]
-        rows += _beside(model, outermost) if outermost else _copy_rows(model)
-    return pd.DataFrame(rows, columns=["module", "difference", "range", "reason"])
-
-
-def _twin_rows(model: Any, prefix: str) -> list[dict[str, Any]]:
-    made = twin(type(model), model.config)
-    twins.randomise(made, seed=5)  # other weights than those that the rules were found with
-    return [row | {"module": prefix + row["module"]} for row in _rows(made, _run(made)[0])]
-
-
-def _beside(model: nn.Module, parts: list[str]) -> list[dict[str, Any]]:
-    """Modules that are read, outside of these parts."""
-    why = "it is beside the models that are called by themselves: give prove a batch"
-    names = [site.name for _, site in reading(model, any_at_all=False).sites]
-    left = [name for name in names if not any(inside(name, part) for part in parts)]
-    return [{"module": name, "difference": math.nan, "range": math.nan, "reason": why} for name in left]
-
-
-def _copy_rows(model: nn.Module) -> list[dict[str, Any]]:
-    made = copies.copied(model)
-    seen, _ = copies.seen_at_work(made, [name for name, part in made.named_modules() if may_be_attention(part)])
-    if not seen:
-        raise LocaterError(f"how a {type(model).__name__} is called is not known: give prove a batch")
-    return _rows(made, seen)
-
-
-def _rows(model: nn.Module, seen: list[Compared]) -> list[dict[str, Any]]:
-    """A row for every module that is read, and for every other in which a softmax was seen."""
-    events, found = _by_module(model, seen), reading(model, any_at_all=False)
-    rows = []
-    for read, site in found.sites:
-        row = {"module": site.name, "difference": math.nan, "range": math.nan, "reason": ""}
-        if site.name not in events:
-            row["reason"] = "no softmax over its queries and keys was seen"
-        else:
-            try:
-                with torch.no_grad():
-                    logits = rebuilt(events[site.name][0], read(site))
-                row |= {"difference": logits.difference, "range": logits.range}
-            except (LocaterError, RuntimeError) as error:
-                row["reason"] = reason(error)
-        rows.append(row)
-    unread = dict.fromkeys(events, "no reader") | found.unread
-    return rows + [
-        {"module": name, "difference": math.nan, "range": math.nan, "reason": why}
-        for name, why in unread.items()
-        if name not in {row["module"] for row in rows}
-    ]
