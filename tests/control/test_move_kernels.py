@@ -5,10 +5,12 @@ Without a GPU they run in Triton's interpreter, as `interpreter` says.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+import transformers as tf
 from layouts import fused, rows, transposed, unaligned
-from zoo import build
 
 from interpreter import DEVICE, ON_GPU, runs
 from locater.control import DecoupledLocAteR, _moves
@@ -16,6 +18,7 @@ from locater.control._move_kernels import Modules
 from locater.control.grams import Move
 from locater.control.heads import Heads
 from locater.models import Norm, attentions
+from locater.models.twin import randomise
 from locater.qk import QK
 
 pytest.importorskip("triton")
@@ -127,30 +130,59 @@ def test_heads_that_do_not_move_are_not_written():
     assert all(torch.equal(x, y) for x, y in zip(case.stored, before, strict=True))
 
 
+WIDE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "vocab_size": 50}
+MODELS = {
+    "gpt2": lambda: tf.GPT2Model(tf.GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=32, vocab_size=50)),
+    "llama": lambda: tf.LlamaModel(tf.LlamaConfig(**WIDE, num_key_value_heads=2)),
+    "bert": lambda: tf.BertModel(tf.BertConfig(**WIDE)),
+    "gemma": lambda: tf.GemmaModel(tf.GemmaConfig(**WIDE, num_key_value_heads=1, head_dim=24)),
+    "opt": lambda: tf.OPTModel(
+        tf.OPTConfig(
+            hidden_size=64, word_embed_proj_dim=64, num_hidden_layers=2, num_attention_heads=4, ffn_dim=32,
+            vocab_size=50,
+        )
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("target", [None, 2.0])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "gemma", "opt"])
+@pytest.mark.parametrize("family", MODELS)
 def test_steps_by_kernels_are_the_steps_of_pytorch(family, target, monkeypatch, request):
     """Of a model whose heads have grown, so that they are shrunk, limited and, without RoPE, pulled."""
     torch.manual_seed(0)
-    plain = build(family).to(DEVICE)
-    other = build(family).to(DEVICE)
-    other.load_state_dict(plain.state_dict())
+    plain = MODELS[family]().to(DEVICE)
+    randomise(plain, seed=1)  # gains and biases too
+    other = copy.deepcopy(plain)
     regs = [DecoupledLocAteR(model, target=target, growing_only=target is None) for model in (plain, other)]
+    start = copy.deepcopy(plain.state_dict())
     for model in (plain, other):
         with torch.no_grad():
             for attention in attentions(model):
                 attention.query.weight.mul_(4.0)
     with monkeypatch.context() as patch:
         patch.setattr(_moves, "available", lambda _: False)
-        for _ in range(3):
+        for _ in range(4):
             regs[0].step_(1e-2)
     request.getfixturevalue("kernels")
-    ready = []
-    made = _moves.MovedGroup.on_device
+    ready, made = [], _moves.MovedGroup.on_device
     monkeypatch.setattr(_moves.MovedGroup, "on_device", lambda *args: ready.append(made(*args)) or ready[-1])
-    for _ in range(3):
+    for _ in range(4):
         regs[1].step_(1e-2)
     shared_pull = target is not None and attentions(plain)[0].query.shape[1] > 1
-    assert all((work is None) == (shared_pull or attentions(plain)[0].query.shape[2] < 16) for work in ready)
-    for one, two in zip(plain.parameters(), other.parameters(), strict=True):
-        assert (two - one).abs().max() <= max(CLOSE, 1e-4) * one.abs().max()
+    assert [work is None for work in ready] == [shared_pull] * 4
+    found = other.state_dict()
+    for name, one in plain.state_dict().items():
+        moved = max(float((one - start[name]).abs().max()), 1e-3)
+        assert (found[name] - one).abs().max() <= (0.02 if ON_GPU else 1e-4) * moved, name  # of what the steps change
+
+
+@runs
+def test_shards_are_left_to_pytorch(monkeypatch):
+    """A tensor that wraps others has no address."""
+    reg = DecoupledLocAteR(MODELS["opt"]().to(DEVICE))
+    group = _moves.MovedGroup(reg.attentions, (0, 0), (0, 0))
+    step = _moves.Step(reg.rule, 1.0, (True, True), (True, True), True)
+    assert group.on_device(step, reg._initial) is not None
+    monkeypatch.setattr(_moves, "is_sharded", lambda _: True)
+    monkeypatch.setattr(_moves, "_stored", lambda _: pytest.fail("asked for addresses"))
+    assert group.on_device(step, reg._initial) is None

@@ -13,8 +13,8 @@ import model_zoo
 
 FEW = [
     "albert", "bart", "bloom", "cohere", "deepseek_v3", "gemma2", "glm", "gpt_oss", "granitemoehybrid", "llama4_text",
-    "mistral4", "mixtral", "modernbert", "mpnet", "olmo2", "parakeet_encoder", "qwen3", "qwen3_next", "sam_vision_model",
-    "smollm3", "swin", "t5", "wav2vec2", "wav2vec2-bert", "whisper",
+    "mistral4", "mixtral", "modernbert", "mpnet", "olmo2", "parakeet_encoder", "qwen3", "qwen3_next",
+    "sam_vision_model", "smollm3", "swin", "t5", "wav2vec2", "wav2vec2-bert", "whisper",
 ]  # fmt: skip
 # the first layer with a softmax, and the first without rotary embeddings
 DEPTHS = {"qwen3_next": 4, "llama4_text": 4}

@@ -65,8 +65,8 @@ class MovedGroup(Group):
 
     def on_device(self, step: Step, initial: Mapping[str, Tensor]) -> _All | None:
         """Steps of all members by kernels; None where those do not apply."""
-        first = self.members[0]
-        if not available(first.key.tensor):
+        tensor = self.members[0].key.tensor
+        if not available(tensor) or is_sharded(tensor):  # a shard has no address of its own
             return None
         key = step, id(initial), [x.data_ptr() for member in self.members for x in _stored(member)]
         if self._ready is None or self._ready[0] != key:
@@ -78,7 +78,7 @@ class MovedGroup(Group):
         parts = [one for member in self.members for one in projections(member)]
         if len(parts) < 2 * len(self.members) or not first.one_input:
             return None
-        if any(one.computed or is_sharded(one.tensor) for one in parts):
+        if any(one.computed for one in parts):
             return None
         pulls, shared = step.rule.pulls(first.rope, True), parts[0].shape[1] > 1
         if pulls and shared:  # what a pull does to a shared key depends on all query heads together
@@ -130,15 +130,19 @@ class _OnDevice:
 
     def __call__(self, rates: Sequence[Rate], factor: float, update: int) -> None:
         values = [*rates, factor, float(update)]
-        on_host = torch.tensor([0.0 if isinstance(x, Tensor) else x for x in values], pin_memory=self.given.is_cuda)
-        self.given.copy_(on_host, non_blocking=True)
+        captured = self.given.is_cuda and torch.cuda.is_current_stream_capturing()  # by the user
+        if not captured:
+            on_host = torch.tensor([0.0 if isinstance(x, Tensor) else x for x in values], pin_memory=self.given.is_cuda)
+            self.given.copy_(on_host, non_blocking=True)
         for index, value in enumerate(values):
             if isinstance(value, Tensor):
                 self.given[index].copy_(value)
+            elif captured:  # nothing is copied from the host
+                self.given[index].fill_(value)
         self._calls += 1
-        if self._graph is not None:
+        if self._graph is not None and not captured:
             self._graph.replay()
-        elif not self.recorded or self._calls < 2 or torch.cuda.is_current_stream_capturing():
+        elif not self.recorded or self._calls < 2 or captured:
             self._run()  # kernels are compiled at the first
         else:
             self._record()
