@@ -100,7 +100,8 @@ def test_the_rule_is_pythons_on_any_weights(explorer):
         tokens = int(rng.choice([2, 3, 9, 40]))
         weights = rng.dirichlet(np.full(tokens, 10 ** rng.uniform(-2, 1)))
         cases.append({"weights": np.sort(weights) if rng.random() < 0.5 else weights, "entropy": 0.0})
-        cases[-1]["entropy"] = float(rng.choice([0.05, 0.1, 0.5, 0.9, 0.95]) * np.log(tokens))
+        # on either side of 0.1 and 0.9, not there: browsers and numpy may differ in the last bit of a logarithm
+        cases[-1]["entropy"] = float(rng.choice([0.05, 0.0999, 0.1001, 0.5, 0.8999, 0.9001, 0.95]) * np.log(tokens))
     blank = python_attention(DEFAULT | {"d": 1, "T": 2})
     expected = []
     for case in cases:
