@@ -15,8 +15,10 @@ from locater.measure.logs import read_log
 from markdown_pages import DOCS
 
 
-def test_two_ranks_of_the_fsdp_page_train_as_one_process_does(tmp_path):
+def test_two_ranks_of_the_fsdp_page_train_as_one_process_does(tmp_path, full):
     """In float64: Adam's first steps are signs, which rounding in float32 can turn."""
+    if not full:
+        pytest.skip("a fifth of a minute: LOCATER_FULL=1, or make test-full")
     text = (DOCS / "howto" / "fsdp.md").read_text()
     script = tmp_path / "train.py"
     code = re.search(r'^```python title="train.py"\n(.*?)^```$', text, flags=re.DOTALL | re.MULTILINE)[1]

@@ -256,7 +256,9 @@ def test_training_goes_on_without_the_board_for_progress_and_gets_a_new_one(clus
     killer.check()
 
 
-def test_a_failing_group_lets_the_others_finish_and_is_named(cluster, config, members, undisturbed, tmp_path):
+def test_a_failing_group_lets_the_others_finish_and_is_named(cluster, config, members, undisturbed, tmp_path, full):
+    if not full:
+        pytest.skip("a fifth of a minute: LOCATER_FULL=1, or make test-full")
     (tmp_path / "group-01").mkdir()
     (tmp_path / "group-01" / "run.json").write_text("not what a run writes")
     with pytest.raises(
@@ -268,7 +270,9 @@ def test_a_failing_group_lets_the_others_finish_and_is_named(cluster, config, me
         assert (tmp_path / name / "metrics.jsonl").read_bytes() == undisturbed[name]
 
 
-def test_a_group_that_dies_again_and_again_is_given_up(cluster, config, members, tmp_path, monkeypatch):
+def test_a_group_that_dies_again_and_again_is_given_up(cluster, config, members, tmp_path, monkeypatch, full):
+    if not full:
+        pytest.skip("a sixth of a minute: LOCATER_FULL=1, or make test-full")
     monkeypatch.setattr(_ray, "_DEATHS", 2)
     endless = config.changed(steps=10**6, checkpoint_every=0)
     killed: list[int] = []

@@ -187,7 +187,9 @@ def test_the_plane_shows_the_regimes_of_softmax(explorer, state):
     assert clear >= (10 if state["d"] == 1 else 45)
 
 
-def test_the_plane_is_switched_between_rho_and_softmax_by_the_keyboard(fresh_explorer):
+def test_the_plane_is_switched_between_rho_and_softmax_by_the_keyboard(fresh_explorer, full):
+    if not full:
+        pytest.skip("six seconds: LOCATER_FULL=1, or make test-full")
     page = fresh_explorer("#d=6&T=5")
     rho = regimes_of(page)["regimes"]
     assert "late" in page.locator("#regimes").inner_text()

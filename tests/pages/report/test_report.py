@@ -283,7 +283,9 @@ def test_tables_that_sweep_and_claims_write_are_shown(tmp_path, capsys):
 # ---------------------------------------------------------------------- size
 
 
-def test_twenty_four_members_and_a_thousand_heads_fit_and_what_does_not_is_thinned(tmp_path, monkeypatch):
+def test_twenty_four_members_and_a_thousand_heads_fit_and_what_does_not_is_thinned(tmp_path, monkeypatch, full):
+    if not full:
+        pytest.skip("six seconds: LOCATER_FULL=1, or make test-full")
     write_sweep(tmp_path / "sweep", kappas=(None, 0, 0.1, 0.5, 1, 2, 10, 100), seeds=(0, 1, 2), records=200, tokens=64)
     write_scan(tmp_path / "scan.json", modules=32, heads=32, width=64)
     made = report([tmp_path])
