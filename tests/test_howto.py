@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
