@@ -293,13 +293,20 @@ def test_queries_that_are_scaled_before_the_product_are_clipped_at_the_threshold
     model = tf.SamVisionModel._from_config(config, attn_implementation=backend).float()
     randomise(model, seed=3)
     model.vision_encoder.layers[0].attn.qkv.weight.data.mul_(3)
+    module, states = model.vision_encoder.layers[0].attn, []
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: states.append([*args, *kwargs.values()][0]), with_kwargs=True
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     clip = QKClip(3.0).apply(model, optimizer)
     for most in (math.inf, 3.0):
         model.train()(torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0)))[0].sum().backward()
+        with torch.no_grad():  # q·k as the weights make it, without positions
+            products = replace(attentions(model)[0], position_keys=None).logits(states.pop().flatten(1, 2))
         optimizer.step()
         (largest,) = clip.measure().values()
-        assert 2.9 < largest < most * (1 + 1e-4)
+        assert largest == pytest.approx(float(products.max()), rel=1e-4)
+        assert largest < most * (1 + 1e-4)
 
 
 def test_a_bias_of_the_queries_is_clipped_with_them():
