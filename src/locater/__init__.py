@@ -6,14 +6,14 @@ if TYPE_CHECKING:
     from locater import theory
     from locater.control import LocAteR
     from locater.errors import LocaterError
-    from locater.measure import observe
+    from locater.measure import doctor, observe
     from locater.models import scan
     from locater.qk import QK
     from locater.theory import TokenProcess, rho
 
 __version__ = "0.1.0"
 
-__all__ = ["QK", "LocAteR", "LocaterError", "TokenProcess", "__version__", "observe", "rho", "scan", "theory"]
+__all__ = ["QK", "LocAteR", "LocaterError", "TokenProcess", "__version__", "doctor", "observe", "rho", "scan", "theory"]
 
 # Names are imported when they are first used: the theory starts without torch, and the command line without either.
 _ROOMS = ("control", "lab", "measure", "models", "theory")
@@ -22,6 +22,7 @@ _FROM = {
     "LocaterError": "errors",
     "QK": "qk",
     "TokenProcess": "theory",
+    "doctor": "measure",
     "observe": "measure",
     "rho": "theory",
     "scan": "models",

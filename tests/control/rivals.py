@@ -12,7 +12,7 @@ from locater.control import DecoupledLocAteRMethod, LocAteRMethod, QKClip, QKDec
 
 METHODS = {
     "LocAteR": lambda: LocAteRMethod(scale_strength=0.01, mean_strength=0.01),
-    "LocAteR, decoupled": DecoupledLocAteRMethod,
+    "LocAteR, decoupled": lambda: DecoupledLocAteRMethod(change=1e-3),
     "QK-clip": lambda: QKClip(1.0),
     "QK weight decay": lambda: QKDecay(0.1),
     "QK-norm": QKNorm,

@@ -14,6 +14,7 @@ from zoo import build, inputs, recorded_logits
 from locater import LocAteR, LocaterError, scan
 from locater.control import DecoupledLocAteR, QKClip, QKDecay, QKNorm, SigmaReparam
 from locater.models import attentions
+from locater.names import plain_name
 
 TARGETS = {
     "llama": ["q_proj", "k_proj"],  # grouped queries
@@ -120,7 +121,6 @@ def test_merged_adapters_get_no_gradient():
 
 
 @pytest.mark.parametrize("apply", [
-    lambda model, _: DecoupledLocAteR(model),
     lambda model, optimizer: QKClip(1.0).apply(model, optimizer),
     lambda model, optimizer: QKDecay(0.1).apply(model, optimizer),
     lambda model, optimizer: QKNorm().apply(model, optimizer),
@@ -136,6 +136,35 @@ def test_what_changes_stored_weights_is_refused(apply):
     assert after.keys() == before.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_decoupled_locater_bounds_what_the_factors_do_to_logits(name):
+    model = adapted(name, lora_dropout=0.0).train()
+    held = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(held, lr=1.0)
+    reg = DecoupledLocAteR(model, change=1e-3, spread=1e6).attach(optimizer)
+    model(**inputs(name))
+    states = {a.module: reg._states.of(a) for a in reg.attentions}
+    old = {a.module: a.logits(states[a.module]).detach() for a in reg.attentions}
+    for p in held:
+        p.grad = 0.01 * torch.randn_like(p)
+    before = parameters(model)
+    optimizer.step()
+    for a in reg.attentions:
+        change = (a.logits(states[a.module]).detach() - old[a.module]).tril()
+        count = torch.arange(1, change.shape[-1] + 1)[:, None]
+        off = (change - change.sum(-1, keepdim=True) / count).tril()
+        spread = (off.square().sum((-2, -1)) / (count.sum() - 1)).mean(0).sqrt()  # (heads,)
+        assert (spread < 1.1e-3).all()  # to first order in the step
+    changed = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
+    assert changed
+    assert all("lora" in name for name in changed)
+    # of the module that moved most, as much is left as its bound allows, once: also where W_Q and W_K share factors
+    trained = [(p.detach(), p.grad, before[n]) for n, p in model.named_parameters() if p.requires_grad]
+    kept = [float(((p - old) / -gradient).median()) for p, gradient, old in trained]
+    largest = max(reg.measure()[f"{plain_name(a.module)}/change"] for a in reg.attentions)
+    assert min(kept) == pytest.approx(1e-3 / largest, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from locater.cli.arena import arena_command
 from locater.cli.attention import attention_command
 from locater.cli.claims import claims_command
 from locater.cli.demo import demo_command
+from locater.cli.doctor import doctor_command
 from locater.cli.explore import explore_command
 from locater.cli.figure import figure_command
 from locater.cli.measure import measure_command
@@ -40,8 +41,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for command in (
-    demo_command, attention_command, rho_command, figure_command, study_command, explore_command, scan_command,
-    measure_command, report_command, train_command, sweep_command, claims_command, presets_command, arena_command,
+    demo_command, doctor_command, attention_command, rho_command, figure_command, study_command, explore_command,
+    scan_command, measure_command, report_command, train_command, sweep_command, claims_command, presets_command,
+    arena_command,
 ):  # fmt: skip
     app.command(command.__name__.removesuffix("_command"))(command)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from locater.measure import Alarm, Prediction
     from locater.measure.reading import Reading
 
-__all__ = ["measure_command"]
+__all__ = ["measure_command", "text_of"]
 
 
 def measure_command(
@@ -50,7 +50,7 @@ def measure_command(
     """Entropy, largest logit and ρ of every head of a model while it reads a text."""
     from locater.measure.reading import alarms_since, read
 
-    words = _text(text)
+    words = text_of(text)
     terminal.check_file(json_file)
     _check_folder(plot)
     with terminal.progress("reading") as progress:
@@ -78,7 +78,8 @@ def measure_command(
 # ---------------------------------------------------------------------- text and folder
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """What is in a file of text."""
     content = read_file(path)
     try:
         text = content.decode("utf-8-sig")

@@ -44,11 +44,12 @@ def attentions_with_weights(model: nn.Module, name: str) -> list[Attention]:
     return known
 
 
-def refuse_computed(known: Sequence[Attention], name: str, *, arranged: bool = False) -> None:
-    """For a method that changes the stored weights themselves; `arranged`: unless they are merely rearranged."""
+def refuse_computed(known: Sequence[Attention], name: str, *, arranged: bool = False, lora: bool = False) -> None:
+    """For a method that changes the stored weights themselves; `arranged`: unless they are merely rearranged; `lora`:
+    unless they are LoRA's."""
     for attention in known:
         for projection in projections(attention):
-            if projection.others or (projection.computed and not arranged):
+            if (projection.others and not lora) or (projection.computed and not projection.others and not arranged):
                 why = "is that of a latent: use LocAteR"
                 if projection.others:
                     why = "is made of several (LoRA): merge_and_unload() them, or use LocAteR"

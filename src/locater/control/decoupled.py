@@ -1,229 +1,275 @@
-"""LocAteR beside the optimizer: a direct step on W_Q and W_K after each of its steps, as AdamW's decay is.
+"""LocAteR beside the optimizer: what a step of it did to attention is looked at, and bounded, right after it.
 
 Through Adam, a penalty's gradient is divided by the size of the task's, so that a strength means something else at each
-layer and step. Beside it, a step is learning rate × strength and nothing else.
+layer and step. Beside it, in nats of the logits, nothing has to be chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from locater.control._groups import Groups, RateOf
-from locater.control._moves import MovedGroup, Now, Step, stacked_initial
-from locater.control._numbers import checked_count, checked_number, checked_strength
-from locater.control._parameters import HeldBy, refuse_computed
+from locater.control._bounded import Bounded, Modules, OneModule, Several
+from locater.control._groups import Group, Groups
+from locater.control._numbers import checked_count, checked_positive
+from locater.control._parameters import HeldBy, gathered_attention, is_sharded, projections, refuse_computed
+from locater.control._sampled import SampledStates, alike
 from locater.control.apply import LocAteRForm, Regulariser, Schedule, around_step, traces
-from locater.control.heads import read_heads, write_heads
-from locater.control.rules.decoupled import VERSION, Decoupled, baseline_scale
+from locater.control.rules.decoupled import VERSION, Decoupled
 from locater.errors import LocaterError
+from locater.models import Attention
 from locater.names import plain_name
 
 __all__ = ["DecoupledLocAteR", "DecoupledLocAteRMethod"]
 
-Rate: TypeAlias = float | Tensor
-
 
 class DecoupledLocAteR(Regulariser):
-    """Raises the trace of every W_QK of `model`, and limits the scale of those that grow; no strength has to be chosen.
+    """Keeps the attention of `model` from changing abruptly, and from freezing, whatever the learning rate.
 
-    After each step of the optimizer, W_Q and W_K of every head make a step of learning rate × strength down
+    In every step of the optimizer, the logits of every head are computed on a sample of the states that entered its
+    module in the last training forward (the first 64 tokens of the first 2 sequences), with the weights before the step
+    and after it: q·k with biases, norms and rotary positions as the model has them, each query with the keys up to it.
 
-        share · tr(W_QKᵀW_QK) + (tr W_QK − target)²
+    `change`: where a step moves a head's logits by more than this, as a standard deviation over the keys of a query, in
+    nats, the part of the update of W_Q and W_K that is beyond it is taken back.
+    `spread`: where the standard deviation of the logits is more than this (or than √2 times what it was when training
+    began, for a checkpoint whose heads are sharper), W_Q and W_K are shrunk to it.
 
-    `share` is clamp(scale/baseline − 1, 0, 1). The baseline is the initial scale, when this was made (or d_head / 8 if
-    that is more, a logit's standard deviation of 0.35 between independent tokens), times (step / 250)² from the 250th
-    step to the 2,000th, for heads that learn do grow: where nothing grows abruptly, nothing is shrunk. And no effective
-    scale exceeds three times its baseline, whatever the learning rate does. The effective scale has the gain and shift
-    of the norm before attention, where the registry knows one, and the queries' bias folded in; W_Q, W_K and their
-    biases are shrunk. A bias that the optimizer does not train beside its weight stays, and does not count. `target` is
-    2 / (the logits' scale) unless given, tr W_QK = 2 √d_head: a value chosen by training, with no theory behind it for
-    tokens that are normalised. A trace above it is left alone. With `growing_only=False` share is 1, there is no limit,
-    and a trace is lowered to its target, too. `schedule`, if given, multiplies the strength: a function of the number
-    of steps taken, to release heads at the end (at 0 nothing is done). With `every` it acts after each n-th step only,
-    by a step n times as large: for a n-th of the time, heads may grow for n steps before they are shrunk or limited.
+    Neither counts updates or depends on the batch; under Muon they mean the same. Where query heads share a key, the
+    one that moves most decides for all. Heads within both bounds are not touched, not in a bit. The bound on the change
+    is of first order in the step. Where a model normalises queries and keys itself, logits do not follow the weights
+    linearly: a large step may move them by several bounds, and their spread is the norm's, and stays. Of LoRA's, the
+    factors that are trained are kept back and shrunk, a module's together.
 
-    With rotary positions, W_QK is what acts at offset 0, and another matrix at each other offset. A head is then judged
-    and limited by the largest scale that any offset can give it (a bound of that, `Rope.largest_product`), the keys'
-    bias and shift included; it is the mean of the scale at offset 0 and of its mean over all rotary angles that is
-    stepped down. The trace, that at offset 0, says nothing of other offsets, and is left alone unless `target` is
-    given. Where keys are made of states of another width, W_QK has no trace, and the scale alone is stepped down.
+    `every`: acts in each n-th step only, for an n-th of the time; what the steps between changed is taken to be as
+    much, and at most one whole update in n is taken back for it. `schedule`, if given, divides both bounds: a function
+    of the number of steps taken, to release heads at the end (at 0 nothing is done). On several ranks the moments of
+    the logits are averaged over `group`, torch.distributed's default group where there is one.
 
-    Frozen parameters stay as they are; nothing is left at inference. Parameters in half precision round small steps
-    away, as they do an optimizer's.
+    Frozen parameters stay as they are; nothing is left at inference. The query and key weights are held twice during
+    the optimizer's step (small ones, on a GPU, all the time). Where no states were seen to enter a module, or keys are
+    made of others than queries are, independent, normal tokens take their place.
     """
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        strength: float = 3.0,
-        target: float | None = None,
-        growing_only: bool = True,
+        change: float = 0.1,
+        spread: float = 4.9,
         every: int = 1,
         schedule: Schedule | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.strength = checked_strength("strength", strength)
-        self.every = checked_count("every", every)
-        if not isinstance(growing_only, bool):
-            raise LocaterError(f"growing_only must be true or false, got {growing_only!r:.80}")
-        self.rule = Decoupled(None if target is None else checked_number("target", target), growing_only)
+        self.rule = Decoupled(checked_positive("change", change), checked_positive("spread", spread))
+        self.every, self.group = checked_count("every", every), group
         super().__init__(model, schedule)
         joint = [attention.module for attention in self.attentions if attention.query is None]
         if joint:
             raise LocaterError(f"{joint[0]} trains W_QK itself, not its factors: use LocAteR")
-        refuse_computed(self.attentions, "DecoupledLocAteR")
-        self._groups = Groups(self.attentions, MovedGroup)
-        # (G, R, 2)
-        self._initial = {
-            plain_name(one.module): self.rule.start(read_heads([one]).grams())[0] for one in self.attentions
-        }
+        refuse_computed(self.attentions, "DecoupledLocAteR", lora=True)
+        self._states = SampledStates(model, self.attentions)
+        self._groups = self._grouped()
+        self._initial: dict[str, Tensor] = {}  # the spread of every head (G, R) before the first step
+        self._moments: list[tuple[list[str], Tensor]] = []  # modules, and theirs (S, G, R, 3), of the last step
+
+    def _grouped(self) -> Groups[Group]:
+        return Groups([self._states.measured(one) for one in self.attentions], Group)
 
     @property
-    def target(self) -> float | None:
-        return self.rule.target
-
-    @target.setter
-    def target(self, target: float | None) -> None:
-        self.rule = Decoupled(None if target is None else checked_number("target", target), self.growing_only)
+    def change(self) -> float:
+        return float(self.rule.change)
 
     @property
-    def growing_only(self) -> bool:
-        return self.rule.growing_only
+    def spread(self) -> float:
+        return self.rule.spread
 
     # ------------------------------------------------------------------ a step
 
-    def step_(self, learning_rate: Rate) -> None:
-        """One step on every head; not for one that is attached."""
-        self._act([learning_rate], _the_only)
-        self.step += 1
-
-    @torch.no_grad()
-    def _act(self, rates: Sequence[Rate], rate_of: RateOf) -> None:
-        """One step, each parameter at its rate."""
-        factor = self._clock.factor()
-        if factor == 0 or self.strength == 0:
-            return
-        for group in self._groups(rate_of, rate_of):
-            own, of_biases = (
-                [0.0 if index is None else rates[index] for index in indices] for indices in (group.rates, group.biases)
-            )
-            # a rate of 0 freezes, too; on a device, it is not asked for
-            trained, biases_trained = (
-                (isinstance(q, Tensor) or q > 0, isinstance(k, Tensor) or k > 0) for q, k in (own, of_biases)
-            )
-            if not any(trained):
-                continue
-            step = Step(self.rule, self.strength, trained, biases_trained, group.rates[0] == group.rates[1])
-            work = group.on_device(step, self._initial)
-            if work is not None:
-                work(own, factor, self.step + 1)
-                continue
-            for members in group.stacks():
-                heads = read_heads(members, trained, biases_trained)
-                initial = stacked_initial(self._initial, members).to(heads.qk.w_q)
-                grams = heads.grams(pulled=self.rule.pulls(heads.rope, heads.qk.square))
-                q, k = (heads.qk.w_q.new_zeros(1, 1, 1) + rate for rate in own)
-                move = step.of(grams, heads.logit_scale, initial, Now((q, k), factor, self.step + 1))
-                write_heads(members, heads, heads.moved(move))
-
     def _hook(self, optimizer: Optimizer, held: HeldBy, undo: ExitStack) -> None:
+        self._groups = self._grouped()  # a QK-norm may have been applied since
+        self._states.attach(undo)
+        ready: dict[tuple[str, ...], Bounded] = {}  # by the names of their modules
+        begun: list[Bounded] = []
+        acts = False
+
+        def before() -> None:
+            nonlocal acts
+            begun.clear()
+            acts = (self.step + 1) % self.every == 0 and self._clock.factor() > 0
+            if acts or not self._initial:  # at first the heads are looked at in any case
+                begun.extend(self._begin(optimizer, held, ready))
+                for names in ready.keys() - {tuple(one.names) for one in begun}:
+                    del ready[names]
+
         def after() -> None:
-            if (self.step + 1) % self.every == 0:
-                overflow = getattr(optimizer, "found_inf", None)
-                rates = [self.every * group["lr"] for group in optimizer.param_groups]
-                self._act(rates if overflow is None else [rate * (1 - overflow.float()) for rate in rates], held.group)
+            self._end(begun, getattr(optimizer, "found_inf", None), self._clock.factor() if acts else 0.0)
+            begun.clear()
             self._clock.tick(optimizer)
 
-        around_step(optimizer, undo, after=after)
+        around_step(optimizer, undo, before=before, after=after, once=True)
+
+    @torch.no_grad()
+    def _begin(self, optimizer: Optimizer, held: HeldBy, ready: dict[tuple[str, ...], Bounded]) -> list[Bounded]:
+        """The weights that the optimizer trains, and what they make of the sample, before its step."""
+        self._states.make_noticed()
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        found, written = [], set[int]()
+        for group in self._groups(held.group, held):
+            # a rate of 0 freezes, too; on a device, it is not asked for
+            trained = tuple(
+                index is not None and not (isinstance(rates[index], int | float) and rates[index] == 0)
+                for index in (*group.rates, *group.biases)
+            )
+            if not any(trained[:2]):
+                continue
+            for members, states in self._with_states(group, written):
+                one = self._ready(ready, members, trained, states[0].shape, held)
+                one.begin(states)
+                found.append(one)
+        return found
+
+    def _with_states(self, group: Group, written: set[int]) -> Iterator[tuple[list[Attention], list[Tensor]]]:
+        """Members that are worked on together, and a sample of the same shape for each. Modules that share their
+        weights with one that is worked on already are left out."""
+        by_shape: dict[torch.Size, tuple[list[Attention], list[Tensor]]] = {}
+        for member in group.members:
+            plain = [one for one in projections(member) if not (one.others or one.computed)]
+            where = {id(one.tensor) if is_sharded(one.tensor) else one.weight.data_ptr() for one in plain}
+            if where & written:
+                continue
+            written |= where
+            states = self._states.of(member)
+            same = by_shape.setdefault(states.shape, ([], []))
+            same[0].append(member)
+            same[1].append(states)
+        yield from by_shape.values()
+
+    def _ready(
+        self,
+        ready: dict[tuple[str, ...], Bounded],
+        members: Sequence[Attention],
+        trained: Sequence[bool],
+        shape: torch.Size,
+        held: HeldBy,
+    ) -> Bounded:
+        """As it was made ready in an earlier step, or anew."""
+        names = tuple(plain_name(member.module) for member in members)
+        tensors = [t for member in members for one in projections(member) for t in (*one.tensors, one.bias_tensor)]
+        made_of = trained, shape, [(t.data_ptr(), t.dtype) for t in tensors if t is not None]
+        known = ready.get(names)
+        if known is None or known.made_of != made_of:
+            initial = torch.stack([self._initial_of(member) for member in members])
+            if alike(members):
+                known = Modules(members, trained, initial)
+            else:
+                each = zip(members, initial.split(1), strict=True)
+                known = Several([OneModule(one, trained, own, held) for one, own in each], initial)
+            known.made_of = made_of
+            ready[names] = known
+            self._initial |= dict(zip(names, known.initial.unbind(0), strict=True))
+        return known
+
+    def _initial_of(self, attention: Attention) -> Tensor:
+        """(G, R); −1 where it is not known yet."""
+        tensor, shape = attention.key.tensor, projections(attention)[0].shape[:2]
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        known = self._initial.get(plain_name(attention.module))
+        if known is None:
+            return torch.full(shape, -1.0, dtype=dtype, device=tensor.device)
+        return known.to(tensor.device, dtype)
+
+    @torch.no_grad()
+    def _end(self, begun: Sequence[Bounded], overflow: Tensor | None, factor: float) -> None:
+        self._moments = [(one.names, one.measure()) for one in begun]
+        self._average([moments for _, moments in self._moments])
+        for one in begun:
+            one.end(self.rule, factor, overflow, self.every)
+
+    def _average(self, moments: Sequence[Tensor]) -> None:
+        """Over the ranks, each of which has seen a sample of its own."""
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1
+        if not several or not moments:
+            return
+        together = torch.cat([one.flatten() for one in moments])
+        dist.all_reduce(together, group=self.group)
+        together /= dist.get_world_size(self.group)
+        for one, part in zip(moments, together.split([one.numel() for one in moments]), strict=True):
+            one.copy_(part.view_as(one))
 
     # ------------------------------------------------------------------ logs and state
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """Trace, scale and growth, averaged over the heads of each module: for logs.
-
-        Growth is in units of the baseline, W_QK's own or that of the effective scale, whichever has grown more.
-        """
+        """For logs: trace and scale, averaged over the heads of each module; of the last step, the largest change of a
+        head's logits, before it was bounded, and the largest spread of its logits."""
         values: dict[str, float] = {}
+        last = {name: own for names, moments in self._moments for name, own in zip(names, moments, strict=True)}
         for attention in self.attentions:
-            heads = read_heads([attention])
-            values |= traces(attention.module, heads.qk)
             name = plain_name(attention.module)
-            baseline = baseline_scale(self._initial[name].to(heads.qk.w_q), attention.scale, self.step)
-            values[f"{name}/growth"] = float((self.rule.start(heads.grams())[0] / baseline).amax(-1).mean())
+            values |= traces(attention.module, gathered_attention(attention).qk())
+            if name in last:
+                before, cross, change = last[name].unbind(-1)
+                values[f"{name}/change"] = float(change.sqrt().max())
+                values[f"{name}/spread"] = float((before + 2 * cross + change).clamp(min=0).sqrt().max())
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on: the step, the settings, and every head's initial scale (a schedule is yours)."""
-        initial = {name: value.tolist() for name, value in self._initial.items()}
+        """What is needed to go on: the step, the bounds, and every head's initial spread (a schedule is yours)."""
+        initial = {
+            name: value.tolist() for name, value in self._initial.items() if self.step and bool((value >= 0).all())
+        }
         return {
-            "step": self.step, "strength": self.strength, "target": self.target, "initial": initial, "version": VERSION
+            "step": self.step, "change": self.change, "spread": self.spread, "initial": initial, "version": VERSION
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         wrong = "this is not a state of DecoupledLocAteR for this model"
-        if isinstance(state, dict):  # as earlier versions named them
-            state = {{"first": "initial", "rule": "version"}.get(name, name): value for name, value in state.items()}
-        missing = self.state_dict().keys() - state.keys() if isinstance(state, dict) else {"everything"}
-        if missing == {"version"} or (not missing and state["version"] != VERSION):
+        given = state if isinstance(state, dict) else {}
+        if given and given.get("version", VERSION if "change" in given else None) != VERSION:
             raise LocaterError(
                 f"{wrong}: it is of another version of locater, whose formula was another; go on without it, and "
-                "initial scales are those of now"
+                "initial spreads are those of now"
             )
+        missing = self.state_dict().keys() - given.keys()
         if missing:
             raise LocaterError(f"{wrong}: it lacks {', '.join(sorted(missing))}")
-        initial = state["initial"]
-        if isinstance(initial, dict):  # earlier versions named the modules of a compiled model otherwise
-            initial = {plain_name(str(name)): value for name, value in initial.items()}
-        if not isinstance(initial, dict) or initial.keys() != self._initial.keys():
+        heads = {plain_name(one.module): projections(one)[0].shape[:2] for one in self.attentions}
+        initial, step = given["initial"], given["step"]
+        if not isinstance(initial, dict) or not initial.keys() <= heads.keys():
             raise LocaterError(f"{wrong}: its modules are others")
         try:
-            made = {
-                name: torch.tensor(initial[name], dtype=value.dtype, device=value.device)
-                for name, value in self._initial.items()
-            }
+            made = {name: torch.tensor(value, dtype=torch.float32) for name, value in initial.items()}
         except (TypeError, ValueError):
-            raise LocaterError(f"{wrong}: its initial scales are no numbers") from None
-        others = [name for name, value in made.items() if value.shape != self._initial[name].shape]
+            made = {"": torch.tensor(float("nan"))}
+        if not all(bool((value >= 0).all()) for value in made.values()):
+            raise LocaterError(f"{wrong}: its initial spreads are no numbers, or negative")
+        others = [name for name, value in made.items() if value.shape != heads[name]]
         if others:
             raise LocaterError(f"{wrong}: {others[0]} has other heads")
-        self.strength, self.target = checked_strength("strength", state["strength"]), state["target"]
-        self._initial, self.step = made, int(state["step"])
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise LocaterError(f"{wrong}: its step is {step!r:.80}")
+        self.rule = Decoupled(*(checked_positive(name, given[name]) for name in ("change", "spread")))
+        for name, value in self._initial.items():  # those of a step that is ready share memory
+            value.copy_(made[name].to(value)) if name in made else value.fill_(-1.0)
+        self._initial = {**{name: value for name, value in made.items() if name not in self._initial}, **self._initial}
+        self.step = step
 
     def __repr__(self) -> str:
-        return f"DecoupledLocAteR({len(self.attentions)} attention modules, strength={self.strength:g})"
-
-
-def _the_only(tensor: Tensor) -> int:
-    del tensor
-    return 0
+        return f"DecoupledLocAteR({len(self.attentions)} attention modules, {self.change:g} and {self.spread:g} nats)"
 
 
 class DecoupledLocAteRMethod(LocAteRForm):
     """`DecoupledLocAteR(model, …).attach(optimizer)`, with the same settings."""
 
-    def __init__(
-        self,
-        *,
-        strength: float = 3.0,
-        target: float | None = None,
-        growing_only: bool = True,
-        every: int = 1,
-        schedule: Schedule | None = None,
-    ) -> None:
-        self.settings: dict[str, Any] = {
-            "strength": checked_strength("strength", strength),
-            "target": None if target is None else checked_number("target", target),
-            "growing_only": growing_only,
-            "every": checked_count("every", every),
-            "schedule": schedule,
-        }
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
 
     def _regulariser(self, model: nn.Module) -> DecoupledLocAteR:
         return DecoupledLocAteR(model, **self.settings)

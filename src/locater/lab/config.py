@@ -63,7 +63,7 @@ def _one_of(name: str, value: Any, choices: Sequence[str]) -> None:
 
 METHOD_NAMES = (
     "none", "qk-norm", "softcap", "z-loss", "sigma-reparam", "sigma-reparam-qk", "qk-clip", "qk-decay",
-    "locater-decoupled", "locater-auto",
+    "locater-auto",
 )  # fmt: skip
 """Ways to keep attention from collapsing that a model can be trained with; `lab.methods` has them."""
 

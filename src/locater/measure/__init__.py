@@ -3,6 +3,7 @@
 from locater.measure._moments import Covariances
 from locater.measure.alarms import Alarm, Alarms, Thresholds, alarms_between, alarms_of
 from locater.measure.attention import AttentionStatistics, attention_statistics, signal_propagation
+from locater.measure.doctor import Diagnosis, Finding, doctor
 from locater.measure.largest import max_logits
 from locater.measure.observe import Observation, observe
 from locater.measure.predict import Agreement, AttentionPrediction, Prediction, agreement, predict
@@ -15,6 +16,8 @@ __all__ = [
     "AttentionPrediction",
     "AttentionStatistics",
     "Covariances",
+    "Diagnosis",
+    "Finding",
     "Observation",
     "Prediction",
     "Thresholds",
@@ -22,6 +25,7 @@ __all__ = [
     "alarms_between",
     "alarms_of",
     "attention_statistics",
+    "doctor",
     "max_logits",
     "observe",
     "predict",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from locater.errors import LocaterError, reason, require
 from locater.io import nulled, read_json
 from locater.measure.alarms import Alarm, alarms_between
+from locater.measure.doctor import Examination, examine
 from locater.measure.observe import Observation, observe
 from locater.measure.predict import AttentionPrediction, Prediction, agreement
 from locater.models.pretrained import Pretrained, device_of, quiet
@@ -21,7 +22,7 @@ from locater.models.pretrained import Pretrained, device_of, quiet
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Reading", "alarms_since", "read"]
+__all__ = ["Reading", "alarms_since", "examine_reading", "read"]
 
 
 @dataclass(frozen=True)
@@ -129,47 +130,103 @@ def read(
     model: str,
     text: str,
     *,
-    revision: str | None = None,
-    length: int = 256,
-    batch: int = 8,
-    device: str | None = None,
     predicting: bool = False,
+    batch: int = 8,
     progress: Callable[[float], None] = lambda _: None,
     source: str = "the text",
+    **options: Any,
 ) -> Reading:
     """Runs a model, without its head, over a text cut into sequences of `length` tokens, those of its tokenizer among
     them that frame a sequence ([CLS], [SEP], <s>); what is left over at the end of the text is not read.
 
-    `predicting` keeps queries and keys of half of them and predicts the others', which takes minutes on many heads."""
+    `predicting` keeps queries and keys of half of them and predicts the others', which takes minutes on many heads.
+    `options`: revision, length and device, as of `_opened`."""
+    opened = _opened(model, text, source=source, **options)
+    if predicting and len(opened.ids) < 4:
+        raise LocaterError(
+            f"--predict needs at least 4 sequences, and {source} makes {len(opened.ids)}: "
+            "give more text or a smaller --length"
+        )
+    seen = _observed(opened.network(), opened.ids, batch, opened.query, predicting, progress)
+    return opened.reading(seen, predicting)
+
+
+def examine_reading(
+    model: str,
+    text: str,
+    *,
+    batch: int = 8,
+    progress: Callable[[float], None] = lambda _: None,
+    **options: Any,
+) -> tuple[Reading, Examination, Any]:
+    """As `read`, for `measure.doctor`: what was read, what the doctor looks at, and the model."""
+    opened = _opened(model, text, **options)
+    network, total = opened.network(), len(opened.ids)
+
+    def batches() -> Iterator[torch.Tensor]:
+        for start in range(0, total, batch):
+            yield opened.ids[start : start + batch]
+            progress(min(1.0, (start + batch) / total))
+
+    def run(ids: torch.Tensor) -> None:
+        _forward(network, ids)
+
+    examined = examine(network, batches(), run, queries=(opened.query,), by_position=True)
+    return opened.reading(examined.seen, False), examined, network
+
+
+@dataclass
+class _Opened:
+    """A model and a text in its tokens."""
+
+    pretrained: Pretrained
+    ids: torch.Tensor
+    query: int
+    length: int
+    device: torch.device
+    part: str = ""
+
+    def network(self) -> Any:
+        with quiet():
+            network, self.part = self.pretrained.network(self.device)
+        self.ids = self.ids.to(self.device)
+        return network
+
+    def reading(self, seen: Observation, predicting: bool) -> Reading:
+        heads, tokens = seen.table(), seen.tokens()
+        means = heads.groupby("module", sort=False).agg(
+            {"layer": "first", "kind": "first", "entropy": "mean", "entropy_share": "mean", "max_logit": "max"}
+        )
+        layers = means.reset_index().merge(tokens.drop(columns=["layer", "kind", "sequences"]), on="module", how="left")
+        names = list(layers["module"])
+        return Reading(
+            sequences=len(self.ids),
+            length=self.length,
+            query=self.query,
+            heads=heads,
+            layers=layers,
+            rho={name: seen.rho(name, self.query) for name in names},
+            entropy_by_position={name: seen.entropy_by_position(name) for name in names},
+            part=self.part,
+            predicted=tuple(seen.predict()) if predicting else (),
+        )
+
+
+def _opened(
+    model: str,
+    text: str,
+    *,
+    revision: str | None = None,
+    length: int = 256,
+    device: str | None = None,
+    source: str = "the text",
+) -> _Opened:
     require("transformers", "hf")
     target = device_of(device)
     pretrained = Pretrained.called(model, revision)
     with quiet():
         ids, suffix = pretrained.sequences(text, length, source)
-        if predicting and len(ids) < 4:
-            raise LocaterError(
-                f"--predict needs at least 4 sequences, and {source} makes {len(ids)}: "
-                "give more text or a smaller --length"
-            )
-        network, part = pretrained.network(target)
-    seen = _observed(network, ids.to(target), batch, -1 - suffix, predicting, progress)
-    heads, tokens = seen.table(), seen.tokens()
-    means = heads.groupby("module", sort=False).agg(
-        {"layer": "first", "kind": "first", "entropy": "mean", "entropy_share": "mean", "max_logit": "max"}
-    )
-    layers = means.reset_index().merge(tokens.drop(columns=["layer", "kind", "sequences"]), on="module", how="left")
-    names = list(layers["module"])
-    return Reading(
-        sequences=len(ids),
-        length=length,
-        query=-1 - suffix,
-        heads=heads,
-        layers=layers,
-        rho={name: seen.rho(name, -1 - suffix) for name in names},
-        entropy_by_position={name: seen.entropy_by_position(name) for name in names},
-        part=part,
-        predicted=tuple(seen.predict()) if predicting else (),
-    )
+    return _Opened(pretrained, ids, -1 - suffix, length, target)
 
 
 def _observed(

@@ -61,39 +61,3 @@ class Rope:
         shape = (1,) if self.on_a_line else (1, self.pairs)
         position = torch.full(shape, offset, dtype=torch.float64, device=weight.device)
         return self.rotate(weight.mT[..., None, :], position)[..., 0, :].mT
-
-    def largest_product(self, gram_q: Tensor, gram_k: Tensor) -> Tensor:
-        """At least tr(gram_q R gram_k Rᵀ), (…) of (…, K, K), for rotations R of every pair by any angle.
-
-        The product of a block of one, between two pairs, with the rotated block of the other is at most that of their
-        norms. Where all coordinates are rotary, and both have rank one or pairs are unrelated and isotropic, there it
-        is the maximum. The gain is left out.
-        """
-        total = (gram_q * gram_k)[..., 2 * self.pairs :, 2 * self.pairs :].sum((-2, -1))
-        norms_q, norms_k = self._block_norms(gram_q), self._block_norms(gram_k)
-        return total + (norms_q[0] * norms_k[0]).sum((-2, -1)) + 2 * (norms_q[1] * norms_k[1]).sum(-1)
-
-    def _block_norms(self, gram: Tensor) -> tuple[Tensor, Tensor]:
-        """Between two pairs (…, pairs, pairs), and between one and the coordinates without rotation (…, pairs)."""
-        squares = self._over_pairs(gram.square()[..., : 2 * self.pairs, :].mT).mT  # (…, pairs, K)
-        return self._over_pairs(squares).sqrt(), squares[..., 2 * self.pairs :].sum(-1).sqrt()
-
-    def _over_pairs(self, x: Tensor) -> Tensor:
-        """(…, pairs), the sum of each pair's two coordinates of (…, K)."""
-        if self.interleaved:
-            return x[..., 0 : 2 * self.pairs : 2] + x[..., 1 : 2 * self.pairs : 2]
-        return x[..., : self.pairs] + x[..., self.pairs : 2 * self.pairs]
-
-    def mean_gram(self, gram: Tensor) -> Tensor:
-        """The mean of R gram Rᵀ (..., K, K) over rotations R of every pair by an angle of its own, gain aside.
-
-        What is left of a pair is half its trace, in both coordinates; of what relates it to others, nothing. The
-        coordinates beyond the rotary ones keep what relates them to each other.
-        """
-        end = 2 * self.pairs
-        half = self._over_pairs(gram.diagonal(dim1=-2, dim2=-1)) / 2
-        found = torch.zeros_like(gram)
-        each = half.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat([half, half], dim=-1)
-        found.diagonal(dim1=-2, dim2=-1)[..., :end] = each
-        found[..., end:, end:] = gram[..., end:, end:]
-        return found

@@ -410,7 +410,7 @@ def test_learning_rates_seeds_and_settings_of_your_own_and_default_strengths_alo
     models = json.loads((tmp_path / "a.json").read_text())["models"]
     assert {row["seed"] for row in models} == {5}
     assert sorted((row["contender"], row["learning_rate"], row["strength"]) for row in models) == [
-        ("locater-auto", 1e-3, 3.0), ("locater-auto", 2e-3, 3.0), ("none", 1e-3, 0.0), ("none", 2e-3, 0.0),
+        ("locater-auto", 1e-3, 0.1), ("locater-auto", 2e-3, 0.1), ("none", 1e-3, 0.0), ("none", 2e-3, 0.0),
     ]  # fmt: skip
 
 

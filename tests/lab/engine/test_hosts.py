@@ -33,8 +33,7 @@ SHIPPED = {
     "sigma-reparam-qk": (0.0, lambda _: control.SigmaReparam("qk")),
     "qk-clip": (0.3, control.QKClip),
     "qk-decay": (1.0, control.QKDecay),
-    "locater-decoupled": (1.0, lambda s: control.DecoupledLocAteRMethod(strength=s, growing_only=False)),
-    "locater-auto": (3.0, lambda s: control.DecoupledLocAteRMethod(strength=s)),
+    "locater-auto": (0.05, lambda s: control.DecoupledLocAteRMethod(change=s)),
     "locater": (0.0, lambda _: control.LocAteRMethod(scale_strength=1e-2, mean_strength=1e-1, target=2.0)),
 }
 

@@ -125,6 +125,19 @@ def write_predictions(file):
     return file
 
 
+def write_diagnosis(file, words="a logit of 300", model="organisation/model"):
+    finding = {
+        "kind": words, "module": words, "layer": 1, "heads": [2, 3], "evidence": words, "sure": True, "worst": 3.0,
+        "advice": words, "code": words, "cost": words,
+    }  # fmt: skip
+    value = {
+        "model": model, "text": words, "length": 12, "sequences": 20, "healthy": False, "sentences": [words],
+        "findings": [finding, {**finding, "sure": False, "heads": []}], "notes": [words], "examined": [{}] * 6,
+    }  # fmt: skip
+    file.write_text(json.dumps(value))
+    return file
+
+
 def write_measurement(
     file, modules=2, heads=3, length=12, model="organisation/model", names=None, predicted=True, **more
 ):

@@ -20,6 +20,7 @@ from report_inputs import (
     HOSTILE,
     log_rows,
     rho_at,
+    write_diagnosis,
     write_log,
     write_measurement,
     write_predictions,
@@ -338,6 +339,7 @@ def hostile_files(folder):
     alarms = [{"step": 1, "kind": name, "module": name, "head": 0, "reason": name} for name in names]
     write_measurement(folder / "measure.json", modules=len(names), names=names, model=HOSTILE[1], alarms=alarms)
     write_log(folder / "log.jsonl", modules=len(names), names=names)
+    write_diagnosis(folder / "doctor.json", words=HOSTILE[0], model=HOSTILE[1])
     sweep = write_sweep(folder / "sweep", kappas=(None, 1.0, 2.0))
     run_file = sweep / "group-00" / "run.json"
     run = json.loads(run_file.read_text()) | {"preset": HOSTILE[0], "text": HOSTILE[1], "hardware": HOSTILE[3]}
@@ -363,7 +365,7 @@ def test_hostile_names_are_data(tmp_path):
         if set(name) & set("<>\u2028"):
             assert name not in html
     data = data_of(html)
-    assert len(data["sections"]) == 7
+    assert len(data["sections"]) == 8
     scan = next(section for section in data["sections"] if section["kind"] == "scan")
     assert [module["name"] for module in scan["modules"]] == [f"{name}{k}" for k, name in enumerate(HOSTILE)]
     assert not re.search(r"[<>&\u2028\u2029]", re.search(r'id="data">(.*?)</script>', html, re.DOTALL)[1])

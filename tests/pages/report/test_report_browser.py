@@ -7,7 +7,16 @@ import re
 
 import numpy as np
 import pytest
-from report_inputs import rho_at, spectrum, write_log, write_measurement, write_predictions, write_scan, write_sweep
+from report_inputs import (
+    rho_at,
+    spectrum,
+    write_diagnosis,
+    write_log,
+    write_measurement,
+    write_predictions,
+    write_scan,
+    write_sweep,
+)
 from test_report import hostile_files
 
 from clicking import click_plot
@@ -40,6 +49,7 @@ def files(tmp_path_factory):
         ),
         "log": write_log(folder / "log.jsonl", modules=3),
         "prediction": write_predictions(folder / "predictions.json"),
+        "diagnosis": write_diagnosis(folder / "doctor.json"),
     }
     pages = {name: report([path]).write(folder / f"{name}.html") for name, path in made.items()}
     pages["all"] = report([made["deep"], made["measurement"], made["log"]]).write(folder / "all.html")
@@ -144,6 +154,15 @@ def test_the_claims_of_a_sweep_stand_on_the_page(opened):
 
 
 # ---------------------------------------------------------------------- a scan
+
+
+def test_what_the_doctor_says_comes_first_then_every_finding(opened):
+    page = opened("diagnosis")
+    assert page.locator("p.says").text_content() == "a logit of 300"
+    rows = page.evaluate("() => [...document.querySelectorAll('.claims tbody tr')].map((row) => row.textContent)")
+    assert len(rows) == 2
+    assert "head 2, 3" in rows[0]
+    assert [word in row for word, row in zip(("sure", "likely"), rows, strict=True)] == [True, True]
 
 
 def test_a_click_on_a_map_shows_the_eigenvalues_of_that_head(opened):

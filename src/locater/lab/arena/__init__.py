@@ -67,8 +67,7 @@ class Contender:
 CONTENDERS: dict[str, Contender] = {
     "none": Contender("no protection", "none", (0.0,), "nothing"),
     "locater-paper": Contender("LocAteR, as in the paper", "none", (1.0, 0.1, 10.0), "nothing", coupled=True),
-    "locater-decoupled": Contender("LocAteR, decoupled", "locater-decoupled", (1.0, 0.3, 3.0), "nothing"),
-    "locater-auto": Contender("LocAteR, auto", "locater-auto", (3.0, 1.0, 10.0), "nothing"),
+    "locater-auto": Contender("LocAteR, auto", "locater-auto", (0.1, 0.05, 0.2), "nothing"),
     "qk-norm": Contender("QK-norm", "qk-norm", (1.0, 0.3, 3.0), "two norms a layer"),
     "sigma-reparam": Contender("σReparam, all layers", "sigma-reparam", (1.0,), "nothing"),  # it has no strength
     "sigma-reparam-qk": Contender("σReparam, q and k", "sigma-reparam-qk", (1.0,), "nothing"),

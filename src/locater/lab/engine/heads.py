@@ -13,7 +13,7 @@ from torch import Tensor
 
 from locater.control.heads import Heads
 from locater.lab.config import ModelConfig
-from locater.models import Norm, Rope
+from locater.models import Rope
 from locater.qk import QK
 
 __all__ = ["Parameters", "all_heads", "query_key_matrix", "rope_of", "set_heads", "split_qkv"]
@@ -48,14 +48,7 @@ def all_heads(p: Parameters, config: ModelConfig, rope: Rope | None) -> Heads:
     """Those of all models and layers: weights (E, L, H, K, D) and biases (E, L, H, K), views."""
     w_q, w_k, _ = split_qkv(_all_layers(p, "qkv.weight", config), config, dim=2)
     b_q, b_k, _ = split_qkv(_all_layers(p, "qkv.bias", config), config, dim=2)
-    norm = None
-    if config.norm == "pre":
-        gain, shift = (
-            _all_layers(p, f"attention_norm.{part}", config)[:, :, None, None]  # (E, L, 1, 1, D)
-            for part in ("weight", "bias")
-        )
-        norm = Norm(gain, 0.0, centred=True, bias=shift)
-    return Heads(QK(w_q, w_k), config.head_width**-0.5, (b_q, b_k), norm, rope)
+    return Heads(QK(w_q, w_k), config.head_width**-0.5, (b_q, b_k), rope)
 
 
 def set_heads(old: Heads, new: Heads) -> None:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from locater.control.heads import Heads
 from locater.control.rules import sigma_reparam as sigma
 from locater.control.rules.decay import decay_factor
-from locater.control.rules.decoupled import VERSION, Decoupled
+from locater.control.rules.decoupled import SEQUENCES, TOKENS, VERSION, Decoupled, initial_spread, logit_moments
 from locater.control.rules.logsumexp import logsumexp
 from locater.control.rules.qk_clip import clip_factors
 from locater.control.rules.qk_norm import normalised
@@ -53,6 +54,9 @@ class Method:
     def weights(self, p: Parameters) -> Parameters:
         """What the forward uses in place of p."""
         return p
+
+    def entering(self, layer: int, states: Tensor) -> None:
+        """The states (E, N, D) that enter attention."""
 
     def before_rope(self, p: Parameters, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys (E, B, H, T, K) before rotary positions, if positions are rotary."""
@@ -230,46 +234,58 @@ class QKDecay(Method):
             w *= self._column(decay_factor(rate, factor * self.strength, decay), w)
 
 
-class DecoupledLocAteR(Method):
-    """The strength is that of LocAteR beside the optimizer, on all heads and to the target of their traces."""
+class AutoLocAteR(Method):
+    """`locater.control.DecoupledLocAteR`. The strength is the bound on a change of logits, in nats."""
 
     version = VERSION
-    rule = Decoupled(growing_only=False)
 
     def __init__(self, config: ModelConfig, strength: Tensor) -> None:
         super().__init__(config, strength)
         self._rope = rope_of(config, strength.device)
 
     def start(self, values: Parameters) -> None:
-        self._initial = self.rule.start(all_heads(values, self.config, self._rope).grams())  # (E, L, H, 2)
-        self._updates = torch.zeros_like(self.strength)
+        w_q = all_heads(values, self.config, None).qk.w_q
+        tokens = min(TOKENS, self.config.tokens)
+        self._states = w_q.new_zeros(*w_q.shape[:2], SEQUENCES, tokens, w_q.shape[-1])  # (E, L, B, n, D)
+        self._initial = w_q.new_full(w_q.shape[:3], -1.0)  # the spread of every head before its first update; then ≥ 0
 
     def state(self) -> dict[str, Tensor]:
-        return {"first": self._initial, "updates": self._updates}
+        return {"initial": self._initial}
+
+    def entering(self, layer: int, states: Tensor) -> None:
+        sample = states.detach().view(len(states), -1, self.config.tokens, states.shape[-1])
+        sequences, tokens = self._states.shape[2:4]
+        self._states[:, layer].copy_(sample[:, :sequences, :tokens])
+
+    def before_update(self, values: Parameters, rate: Tensor, decay: Tensor, factor: Tensor) -> None:
+        super().before_update(values, rate, decay, factor)
+        heads = self._heads(values)
+        self._old = [x.clone() for x in (heads.qk.w_q, heads.qk.w_k, *heads.biases) if x is not None]
+        self._logits = heads.logits(self._states)
 
     def after_update(self, values: Parameters, rate: Tensor, factor: Tensor) -> bool:
-        heads = all_heads(values, self.config, self._rope)
-        self._updates += rate > 0
-        rate, strength = rate[:, None, None], self.strength[:, None, None]
-        # products of what does not lie together would copy it each time
-        dense = heads.with_weights(heads.qk.w_q.contiguous(), heads.qk.w_k.contiguous())
-        grams = dense.grams(pulled=self.rule.pulls(heads.rope, True))
-        update = self._updates[:, None, None, None]
-        move = self.rule.step(grams, heads.logit_scale, self._initial, update, (rate, rate), strength, factor)
-        set_heads(heads, dense.moved(move))
+        del rate
+        heads = self._heads(values)
+        moments = logit_moments(self._logits, heads.logits(self._states))
+        self._initial.copy_(initial_spread(moments, self._initial))
+        found = Decoupled(self.strength[:, None, None]).factors(moments, self._initial, factor)
+        if not moments.is_cuda and all(bool((x == 1).all()) for x in found):
+            return False
+        # W ← f · (old + keep · (W − old)), of weights and biases
+        for one, old, f in zip((heads.qk.w_q, heads.qk.w_k, *heads.biases), self._old, 2 * found[1:], strict=True):
+            assert one is not None
+            new, was = (x.view(*x.shape, *[1] * (one.ndim - x.ndim)) for x in (f * found.keep, f * (1 - found.keep)))
+            one.mul_(new).addcmul_(was, old)
         return True
 
-
-class AutoLocAteR(DecoupledLocAteR):
-    """The same by the rule that needs no strength chosen: `locater.control.DecoupledLocAteR`'s default."""
-
-    rule = Decoupled()
+    def _heads(self, values: Parameters) -> Heads:
+        return all_heads(values, self.config, self._rope)
 
 
 METHODS: dict[str, type[Method]] = dict(
     zip(
         METHOD_NAMES,
-        (Method, QKNorm, Softcap, ZLoss, SigmaReparam, SigmaReparamQK, QKClip, QKDecay, DecoupledLocAteR, AutoLocAteR),
+        (Method, QKNorm, Softcap, ZLoss, SigmaReparam, SigmaReparamQK, QKClip, QKDecay, AutoLocAteR),
         strict=True,
     )
 )

@@ -162,6 +162,7 @@ def hidden_states(
     stream = _ResidualStream(p, config, drop, dropout(x, drop.key(0), drop.rate) if drop else x)
     for i in range(config.layers):
         at = f"layers.{i}."
+        method.entering(i, stream.normed)
         q, k, v = _query_key_value(p, at, stream.normed, config)  # (E, B, H, T, ·)
         q, k = method.before_rope(p, i, q, k)
         if rope is not None:

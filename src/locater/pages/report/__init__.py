@@ -12,7 +12,7 @@ from locater.errors import LocaterError
 from locater.io import write_file
 from locater.pages.report._find import Found, collect
 
-__all__ = ["LARGEST", "Report", "report"]
+__all__ = ["LARGEST", "Found", "Report", "page_of", "report"]
 
 Maker = Callable[[float], dict[str, Any]]
 
@@ -37,9 +37,15 @@ def report(paths: Sequence[str | Path], *, seeds_from: str | Path | None = None)
 
     `seeds_from` is a sweep of several seeds, for the spread between seeds where one to be shown has a single seed.
     """
+    found, passed = collect(paths)
+    return page_of(found, passed, seeds_from=seeds_from)
+
+
+def page_of(found: Sequence[Found], passed: Sequence[str] = (), *, seeds_from: str | Path | None = None) -> Report:
+    """A page of contents that are at hand, a section each."""
     from locater.pages.report._page import page
 
-    found, passed = collect(paths)
+    passed = list(passed)
     builders = _builders(seeds_from)
     makers = [builders[each.kind](each) for each in found]
     detail = [1.0] * len(found)
@@ -61,6 +67,7 @@ def report(paths: Sequence[str | Path], *, seeds_from: str | Path | None = None)
 def _builders(seeds_from: str | Path | None) -> dict[str, Callable[[Found], Maker]]:
     """By kind: what reads a thing, and gives what makes its section in a detail from 1 down."""
     from locater.lab.claims import seed_spread
+    from locater.pages.report._diagnosis import diagnosis_section
     from locater.pages.report._log import log_section
     from locater.pages.report._measurement import measurement_section
     from locater.pages.report._prediction import prediction_section
@@ -69,6 +76,7 @@ def _builders(seeds_from: str | Path | None) -> dict[str, Callable[[Found], Make
 
     noise = None if seeds_from is None else seed_spread(seeds_from)
     makes = {
+        "diagnosis": diagnosis_section,
         "scan": scan_section,
         "measurement": measurement_section,
         "log": log_section,

@@ -13,14 +13,14 @@ from locater.lab.config import FREE_TO_COMPARE, fingerprint
 from locater.lab.runs.records import read_run
 from locater.models import Scan
 
-_OURS = "what locater scan, measure, sweep or train wrote, or a log of attention"
+_OURS = "what locater scan, measure, doctor, sweep or train wrote, or a log of attention"
 
 
 @dataclass(frozen=True)
 class Found:
     """One thing to show."""
 
-    kind: str  # scan, measurement, sweep, metrics, log, summary, claims, prediction
+    kind: str  # diagnosis, scan, measurement, sweep, metrics, log, summary, claims, prediction
     path: Path
     content: Any = None  # a dict, or a list of lines; of a sweep, its run folders
     notes: tuple[str, ...] = field(default=())
@@ -145,6 +145,8 @@ def _file(path: Path) -> Found:
 def _kind(value: Any) -> str | None:
     if not isinstance(value, dict):
         return None
+    if isinstance(value.get("findings"), list) and isinstance(value.get("sentences"), list):
+        return "diagnosis"
     if Scan.recognises(value):
         return "scan"
     heads = _rows(value, "heads")

@@ -16,8 +16,8 @@ from locater import __version__
 from locater.pages._page import UNPACK, head, inert, plotly, put, script_hash
 
 SCRIPTS = (
-    "core", "plots", "table", "maps", "alarms", "claims", "members", "curves", "compare", "sweep", "scan", "positions",
-    "softmax", "predicted", "measurement", "log", "prediction", "main",
+    "core", "plots", "table", "maps", "alarms", "claims", "diagnosis", "members", "curves", "compare", "sweep", "scan",
+    "positions", "softmax", "predicted", "measurement", "log", "prediction", "main",
 )  # fmt: skip
 """The page's script is these files in this order, as one function."""
 

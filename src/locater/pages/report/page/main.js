@@ -1,6 +1,7 @@
 /* The page: a head, a section for each thing, then the plots. */
 
 const KINDS = {
+  diagnosis: ["diagnosis", diagnosisSection],
   sweep: ["training", sweepSection],
   scan: ["scan", scanSection],
   measurement: ["measurement", measurementSection],

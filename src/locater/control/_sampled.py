@@ -1,0 +1,245 @@
+"""Logits of a model's heads on a sample of the states that enter its attention as it trains.
+
+Legend: S modules, G key heads, R query heads for each, B sequences of a sample, n tokens of each, K head width, D model
+width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from locater.control._mix_kernel import mix_
+from locater.control._parameters import gathered_attention, is_sharded, projections
+from locater.control.rules.decoupled import SEQUENCES, TOKENS
+from locater.hooks import has_compiled
+from locater.models import Attention, Norm, Projection, Rope
+
+__all__ = ["Copies", "SampledStates", "Weights", "alike", "logits_of", "mixed_", "product_type"]
+
+
+class SampledStates:
+    """The first tokens of the first sequences that entered each attention module in its last training forward.
+
+    A module whose keys are made of other states than its queries, or that no states have entered, is taken to see
+    independent, normal tokens that have passed the norm before it.
+    """
+
+    def __init__(self, model: nn.Module, known: Sequence[Attention]) -> None:
+        self._modules = {attention.module: model.get_submodule(attention.module) for attention in known}
+        self._samples = {attention.module: _Sample() for attention in known if not attention.kind.endswith("cross")}
+        self._users = 0  # optimizers
+        self._looked = False  # whether compiled code was made to notice the hooks
+
+    def attach(self, undo: ExitStack) -> None:
+        """Hooks the modules, once for all optimizers."""
+        self._users += 1
+        undo.callback(self._release)
+        if self._users == 1:
+            self._hooks = [
+                self._modules[name].register_forward_pre_hook(sample, with_kwargs=True)
+                for name, sample in self._samples.items()
+            ]
+
+    def _release(self) -> None:
+        self._users -= 1
+        if self._users == 0:
+            for hook in self._hooks:
+                hook.remove()
+            for sample in self._samples.values():
+                sample.states = None
+            self._looked = False
+
+    def make_noticed(self) -> None:
+        """Code that was compiled before the hooks were there does not run them: where nothing entered, it is compiled
+        anew from the next forward on."""
+        if not self._looked and has_compiled() and not self.entered():
+            torch.compiler.reset()
+        self._looked = True
+
+    def entered(self) -> bool:
+        """Whether any were seen."""
+        return any(sample.states is not None for sample in self._samples.values())
+
+    def of(self, attention: Attention) -> Tensor:
+        """(B, n, D)."""
+        weight = projections(attention)[0].tensor
+        sample = self._samples.get(attention.module)
+        if sample is not None and sample.states is not None and sample.states.device == weight.device:
+            return sample.states
+        return _independent(attention, weight.device, torch.promote_types(weight.dtype, torch.float32))
+
+    def measured(self, attention: Attention) -> Attention:
+        """What of a module is measured: q·k alone, as it is compared, with QK-norms that were applied to it."""
+        norms = getattr(self._modules[attention.module], "locater_qk_norm", None)
+        own: dict[str, Any] = {}
+        for part in ("query", "key"):
+            if norms is not None and hasattr(norms, part):
+                own[f"{part}_norm"] = Norm(getattr(norms, part), norms.eps)
+        on_a_line = attention.rope is None or attention.rope.on_a_line
+        return replace(
+            attention, softcap=None, position_bias=None, position_keys=None, rope=attention.rope if on_a_line else None,
+            **own,
+        )  # fmt: skip
+
+
+@dataclass(eq=False)
+class _Sample:
+    """A forward pre-hook that keeps a sample; it may be compiled with the model."""
+
+    states: Tensor | None = field(default=None, repr=False)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not module.training:
+            return
+        x = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
+        if not isinstance(x, Tensor) or x.ndim < 2 or not x.is_floating_point():
+            return
+        if isinstance(module, nn.MultiheadAttention) and x is not (args[1] if len(args) > 1 else kwargs.get("key", x)):
+            return  # keys are made of other states
+        x = x.detach()
+        if x.ndim == 2:
+            x = x[None]
+        elif not getattr(module, "batch_first", True):  # nn.MultiheadAttention: (T, B, D)
+            x = x.transpose(0, 1)
+        self.states = x.flatten(1, -2)[:SEQUENCES, :TOKENS].clone()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Sample:
+        """A copy of the model keeps samples of its own."""
+        return _Sample()
+
+    def __reduce__(self) -> tuple[type[_Sample], tuple[()]]:
+        """A model that is saved whole takes no sample along."""
+        return _Sample, ()
+
+
+def _independent(attention: Attention, device: torch.device, dtype: torch.dtype) -> Tensor:
+    x, norm = _normal(projections(attention)[0].shape[-1], device, dtype), attention.input_norm
+    if norm is None or not attention.one_input or _two_widths(attention):
+        return x
+    gain, bias = (None if one is None else one.detach().to(dtype) for one in (norm.gain, norm.bias))
+    return Norm(gain, norm.eps, norm.centred, bias)(x)
+
+
+def _two_widths(attention: Attention) -> bool:
+    """Whether keys are made of states of another width than queries are."""
+    query, key = projections(attention)
+    return query.shape[-1] != key.shape[-1]
+
+
+@cache
+def _normal(width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    made = torch.Generator().manual_seed(0)
+    return torch.randn(SEQUENCES, TOKENS, width, generator=made, dtype=dtype).to(device)
+
+
+# ---------------------------------------------------------------------- modules whose logits are made together
+
+
+Each: TypeAlias = Tensor | list[Tensor]  # stacked, or one by one
+Copies: TypeAlias = tuple[Each, Each]  # weights and biases
+
+
+def product_type(weight: Tensor) -> torch.dtype:
+    """In which weights are multiplied with a sample: on a GPU half precision, whose 11 bits are as many as TF32's."""
+    if weight.is_cuda and weight.dtype != torch.float64:
+        return torch.float16
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
+class Weights:
+    """W_Q, or W_K, of modules of one shape where they are stored, and their biases: views (G, R or 1, K, D), (…, K).
+
+    Stacked, they are copied to be multiplied and written: few launches for many small ones.
+    """
+
+    def __init__(self, parts: Sequence[Projection], *, stacked: bool) -> None:
+        self.views = [one.view(one.tensor.detach()) for one in parts]
+        self.biases = [one.bias_view(one.bias_tensor.detach()) for one in parts if one.bias_tensor is not None]
+        self.stacked = stacked
+
+    def copied(self) -> Copies:
+        """As they are now, a copy; what `rows` and `mix_` take."""
+        if self.stacked:
+            return torch.stack(self.views), torch.stack(self.biases) if self.biases else []
+        return [view.clone() for view in self.views], [bias.clone() for bias in self.biases]
+
+    def now(self) -> Copies:
+        """As they are now; a copy only where they are stacked."""
+        return self.copied() if self.stacked else (self.views, self.biases)
+
+    def rows(self, states: Tensor, weights: Each, biases: Each) -> Tensor:
+        """(S, G, R, B, n, K), at least in float32, of states (S, B, n, D) in the precision of products."""
+        g, r, k, d = self.views[0].shape
+        if isinstance(weights, Tensor):
+            made = states.flatten(1, 2) @ weights.reshape(len(weights), -1, d).to(states.dtype).mT
+        else:
+            pairs = zip(states.unbind(0), weights, strict=True)
+            made = torch.stack([x.flatten(0, 1) @ w.reshape(-1, d).to(x.dtype).mT for x, w in pairs])
+        made = made.to(torch.promote_types(made.dtype, torch.float32))
+        if len(biases):
+            made = made + torch.stack([bias.flatten() for bias in biases]).to(made.dtype)[:, None]
+        return made.view(*states.shape[:3], g, r, k).permute(0, 3, 4, 1, 2, 5)
+
+    def mix_(self, old: Copies, new: Tensor, was: Tensor, biases: bool) -> None:
+        """W ← new · W + was · old, factors of heads (S, G, R or 1); biases likewise, if they are trained."""
+        for index, view in enumerate(self.views):
+            if not mix_(view, old[0][index], new[index], was[index]):
+                mixed_(view, old[0][index], new[index, ..., None, None], was[index, ..., None, None])
+        if biases and self.biases:
+            for index, bias in enumerate(self.biases):
+                mixed_(bias, old[1][index], new[index, ..., None], was[index, ..., None])
+
+
+def mixed_(view: Tensor, old: Tensor, new: Tensor, was: Tensor) -> None:
+    """view ← new · view + was · old, at least in float32; where new is 0, view may not be finite."""
+    dtype = torch.promote_types(view.dtype, torch.float32)
+    before = was.to(dtype) * old.to(dtype)
+    view.copy_(torch.where(new == 0, before, new.to(dtype) * view.to(dtype) + before))
+
+
+def alike(members: Sequence[Attention]) -> bool:
+    """Whether all that differs between modules is numbers in their weights."""
+    first = members[0]
+
+    def same(one: Attention) -> bool:
+        plain = one.query_norm is None and one.key_norm is None and one.query_gain is None
+        plain = plain and one.one_input and not _two_widths(one)
+        whole = not any(is_sharded(part.tensor) or part.computed for part in projections(one))
+        return plain and whole and _same_rope(one.rope, first.rope)
+
+    return all(map(same, members))
+
+
+def _same_rope(a: Rope | None, b: Rope | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    plain = a.stretched is None and b.stretched is None and a.interleaved == b.interleaved and a.gain == b.gain
+    return plain and (a is b or torch.equal(a.frequencies, b.frequencies))
+
+
+def _in(attention: Attention, dtype: torch.dtype) -> Attention:
+    """With weights in another precision."""
+    query, key = (one and one.mapped(lambda x: x.to(dtype)) for one in (attention.query, attention.key))
+    assert key is not None
+    return replace(attention, query=query, key=key)
+
+
+@torch.no_grad()
+def logits_of(attention: Attention, states: Tensor) -> Tensor:
+    """(1, G, R, B, n, n) of one module, whatever it is; sharded weights are made whole."""
+    if any(is_sharded(tensor) for one in projections(attention) for tensor in one.tensors):
+        attention = gathered_attention(attention)
+    dtype = torch.promote_types(attention.key.tensor.dtype, torch.float32)
+    if dtype != attention.key.tensor.dtype:
+        attention = _in(attention, dtype)
+    keys = _normal(projections(attention)[1].shape[-1], states.device, dtype) if _two_widths(attention) else None
+    logits = attention.logits(states.to(dtype), keys)  # (B, G·R, n, n)
+    by_key: Tensor = logits.unflatten(1, projections(attention)[0].shape[:2])
+    return by_key.movedim(0, 2)[None]

@@ -1,0 +1,35 @@
+"""The arena on a real Llama: the table in the docs is that of the results, and what was run is what was planned."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+ROOT = Path(__file__).parent.parent.parent.parent
+RESULTS = ROOT / "results" / "arena-llama"
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        return importlib.import_module("arena_llama")
+
+
+def test_the_table_in_the_docs_is_that_of_the_results(benchmark):
+    assert "\n".join(benchmark.table(RESULTS)) in (ROOT / "docs" / "arena.md").read_text()
+
+
+def test_every_run_was_planned_and_stands_once(benchmark):
+    runs = [run for run, _ in benchmark.read(RESULTS / "runs.jsonl")]
+    assert len(runs) == len(set(runs))
+    assert set(runs) <= set(benchmark.plan())
+
+
+def test_an_interval_is_student_s(benchmark):
+    sample = [0.01, 0.02, 0.04]
+    low, high = stats.ttest_1samp(sample, 0).confidence_interval(0.95)
+    assert benchmark.interval(sample) == f"{100 * (low + high) / 2:+.1f}% ± {100 * (high - low) / 2:.1f}"
