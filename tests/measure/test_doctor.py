@@ -64,11 +64,6 @@ def minilm(read):
     return read("minilm")
 
 
-@pytest.fixture(scope="module")
-def smollm2(read):
-    return read("smollm2", sequences=4)
-
-
 @pytest.fixture
 def patient(minilm):
     """A copy to make sick."""
@@ -103,14 +98,16 @@ def found(diagnosis):
 # ---------------------------------------------------------------------- healthy
 
 
-@pytest.mark.parametrize(("name", "heads"), [("minilm", 72), ("smollm2", 270)])
-def test_nothing_is_wrong_with_a_healthy_model(request, name, heads):
-    diagnosis = doctor(*request.getfixturevalue(name))
+def assert_healthy(diagnosis, heads):
     assert diagnosis.healthy, diagnosis.sentences()
     (sentence,) = diagnosis.sentences()
     assert sentence.startswith("Nothing is wrong")
     assert len(diagnosis.heads) == heads
     assert diagnosis.heads["law_share"].notna().all()
+
+
+def test_nothing_is_wrong_with_a_healthy_model(minilm):
+    assert_healthy(doctor(*minilm), 72)
 
 
 def test_the_model_is_left_as_it_was(patient):
@@ -173,19 +170,15 @@ def test_collapsed_tokens_are_found_from_where_they_are(patient):
     assert "SigmaReparam" in next(one for one in diagnosis.sentences() if one.startswith("Tokens alike"))
 
 
-def test_in_a_decoder_a_dead_layer_and_the_right_ones_of_heads_that_share_a_key_are_found(smollm2):
-    model, batches = smollm2
-    layers = {index: copy.deepcopy(model.layers[index].state_dict()) for index in (5, 11, 17)}
+def test_a_decoder_is_healthy_and_then_a_dead_layer_and_the_right_ones_of_heads_that_share_a_key_are_found(read):
+    model, batches = read("smollm2", sequences=4)
+    assert_healthy(doctor(model, batches), 270)
     blow_up(model, 17, 4, 60.0)
     flatten(model, 5, (8,))
     with torch.no_grad():
         for p in model.layers[11].self_attn.parameters():
             p.zero_()
-    try:
-        diagnosis = doctor(model, batches)
-    finally:
-        for index, state in layers.items():
-            model.layers[index].load_state_dict(state)
+    diagnosis = doctor(model, batches)
     # the heads of the dead layer, uniform too, do not matter
     assert found(diagnosis) == {(DEAD, 11, ()), (LOGITS, 17, (4,)), (UNIFORM, 5, (8,))}
     (dead,) = (one for one in diagnosis.findings if one.kind == DEAD)
