@@ -32,9 +32,7 @@ class Bounded(ABC):
 
     names: list[str]
     initial: Tensor  # the spread of every head before the first step (S, G, R); −1 where there was none yet
-    made_of: Any = (
-        None  # which weights are trained, where they are, and the sample's shape: made anew when that changes
-    )
+    made_of: Any = None  # what is trained, where it is, the sample's shape: when that changes, this is made anew
 
     @abstractmethod
     def begin(self, states: Sequence[Tensor]) -> None:
