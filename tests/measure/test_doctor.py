@@ -214,8 +214,11 @@ def log_of_a_collapse():
 def test_the_alarms_of_a_log_are_told(minilm):
     model, batches = minilm
     diagnosis = doctor(model, batches, log=log_of_a_collapse())
-    assert [one.kind for one in diagnosis.findings] == [TRAINING]
+    assert [(one.kind, one.layer) for one in diagnosis.findings] == [(TRAINING, 0)]
+    assert "in layer 0" in diagnosis.sentences()[0]
     assert "at step" in diagnosis.sentences()[0]
+    without = doctor(model, batches, log=log_of_a_collapse().drop(columns="layer"))
+    assert "in layers.0.attn" in without.sentences()[0]
 
 
 def test_a_few_sequences_make_nothing_sure(patient):

@@ -94,7 +94,7 @@ class Finding:
 
     kind: str
     module: str
-    layer: int
+    layer: int  # −1 where it is not known
     heads: tuple[int, ...]  # empty where it is the module as a whole
     evidence: str
     sure: bool
@@ -162,10 +162,11 @@ def _sentence(found: Sequence[Finding]) -> str:
 
 
 def _where(one: Finding) -> str:
+    place = f"layer {one.layer}" if one.layer >= 0 else one.module
     if not one.heads:
-        return f"layer {one.layer}" if one.layer >= 0 else one.module
+        return place
     some = ", ".join(map(str, one.heads[:6])) + (" …" if len(one.heads) > 6 else "")
-    return f"layer {one.layer}, {'head' if len(one.heads) == 1 else 'heads'} {some}"
+    return f"{place}, {'head' if len(one.heads) == 1 else 'heads'} {some}"
 
 
 # ---------------------------------------------------------------------- looking
@@ -370,9 +371,10 @@ def _dead(layers: pd.DataFrame) -> list[Finding]:
 def _training(log: pd.DataFrame) -> list[Finding]:
     alarms = alarms_of(log)
     by_module = {alarm.module: alarm for alarm in reversed(alarms)}  # the first of each
+    layers = {row["module"]: int(row["layer"]) for row in _rows(log) if isinstance(row.get("layer"), int)}
     return [
         Finding(
-            TRAINING, alarm.module, -1, () if alarm.head is None else (alarm.head,),
+            TRAINING, alarm.module, layers.get(alarm.module, -1), () if alarm.head is None else (alarm.head,),
             f"at step {alarm.step}, {alarm.kind}: {alarm.reason}", True, 1.0,
         )
         for alarm in sorted(by_module.values(), key=lambda alarm: alarm.step)
