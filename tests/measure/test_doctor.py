@@ -170,7 +170,9 @@ def test_collapsed_tokens_are_found_from_where_they_are(patient):
     assert "SigmaReparam" in next(one for one in diagnosis.sentences() if one.startswith("Tokens alike"))
 
 
-def test_a_decoder_is_healthy_and_then_a_dead_layer_and_the_right_ones_of_heads_that_share_a_key_are_found(read):
+def test_a_decoder_is_healthy_and_then_a_dead_layer_and_the_right_ones_of_heads_that_share_a_key_are_found(read, full):
+    if not full:
+        pytest.skip("half a minute: LOCATER_FULL=1, or make test-full")
     model, batches = read("smollm2", sequences=4)
     assert_healthy(doctor(model, batches), 270)
     blow_up(model, 17, 4, 60.0)
