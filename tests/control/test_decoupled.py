@@ -301,7 +301,8 @@ def test_a_checkpoints_spread_is_that_of_the_first_sample_with_one():
         moved(model, 0.0)
         before = weights(model)
         optimizer.step()
-        assert same(before, weights(model))
+        for name, value in weights(model).items():  # a step of zeros rounds, at most
+            torch.testing.assert_close(value, before[name], rtol=1e-6, atol=1e-7)
     assert min(x for one in reg.state_dict()["initial"].values() for row in one for x in row) > 5
 
 
@@ -450,6 +451,7 @@ def test_in_evaluation_states_are_not_sampled():
 # ---------------------------------------------------------------------- which states
 
 
+@pytest.mark.compiled
 def test_the_sample_is_what_entered_the_module_and_a_compiled_model_gives_the_same():
     torch.manual_seed(0)
     models = [build("llama")]
@@ -467,6 +469,7 @@ def test_the_sample_is_what_entered_the_module_and_a_compiled_model_gives_the_sa
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.compiled
 def test_a_model_that_was_compiled_before_is_sampled_too():
     model = build("llama")
     ids = ids_of(model)
