@@ -83,19 +83,20 @@ class Decoupled:
 
 
 def initial_spread(moments: Tensor, initial: Tensor) -> Tensor:
-    """The spread before the first update, where that is known: of a sample that is finite and has two keys to compare.
-    −1 stands for one that is not known yet."""
+    """The spread before the first update, where a finite sample shows it; −1 stands for one that is not known yet."""
     spread = moments[..., 0].clamp(min=0).sqrt()
-    return torch.where((initial < 0) & spread.isfinite() & (spread > 0), spread, initial)
+    return torch.where((initial < 0) & spread.isfinite(), spread, initial)
 
 
 def logit_moments(before: Tensor, after: Tensor) -> Tensor:
     """Of logits (…, B, n, n) before an update and after it: the mean square of the logits before, their mean product
     with the change, and the mean square of that (…, 3), all about their mean over the keys of a query.
 
-    Keys up to the query count, which are all that causal attention sees.
+    Keys up to the query count, which are all that causal attention sees. A single token says nothing: NaN.
     """
     n = before.shape[-1]
+    if n < 2:
+        return before.new_full((*before.shape[:-3], 3), torch.nan)
     seen = torch.ones(n, n, dtype=before.dtype, device=before.device).tril_()
     count = torch.arange(1, n + 1, dtype=before.dtype, device=before.device)[:, None]
 
@@ -104,6 +105,6 @@ def logit_moments(before: Tensor, after: Tensor) -> Tensor:
         return x - seen * (x.sum(-1, keepdim=True) / count)
 
     old, change = centred(before), centred(after - before)
-    total = before.shape[-3] * max(1, n * (n + 1) // 2 - 1)  # the first query has one key
+    total = before.shape[-3] * (n * (n + 1) // 2 - 1)  # the first query has one key
     parts = [(a * b).sum((-3, -2, -1)) / total for a, b in ((old, old), (old, change), (change, change))]
     return torch.stack(parts, dim=-1)
