@@ -470,7 +470,9 @@ def test_the_sample_is_what_entered_the_module_and_a_compiled_model_gives_the_sa
 
 
 @pytest.mark.compiled
-def test_a_model_that_was_compiled_before_is_sampled_too():
+def test_a_model_that_was_compiled_before_is_sampled_too(full):
+    if not full:
+        pytest.skip("four seconds: LOCATER_FULL=1, or make test-full")
     model = build("llama")
     ids = ids_of(model)
     compiled = torch.compile(model.train(), backend="aot_eager")
