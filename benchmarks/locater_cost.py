@@ -200,10 +200,13 @@ def decoupled(name: str, model: nn.Module, device: str, repeats: int) -> float:
 
 
 def loop(rounds: int = 12, steps: int = 20) -> None:
-    """A training step of a Llama of 25 million parameters, compiled, bf16, 32 × 512 bytes; methods take turns."""
+    """A training step of a Llama of 25 million parameters, bf16, 32 × 512 bytes; methods take turns.
+
+    QK-clip and z-loss look at q and k in every forward, and are not compiled: they are beside a model that is not.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from locater.control import QKClip, QKNorm
+    from locater.control import QKClip, QKNorm, ZLoss
 
     torch.set_float32_matmul_precision("high")
     config = LlamaConfig(
@@ -211,37 +214,44 @@ def loop(rounds: int = 12, steps: int = 20) -> None:
         vocab_size=256, use_cache=False,
     )  # fmt: skip
     ids = torch.randint(256, (32, 512), device="cuda")
-    methods = {
+    compiled = {
         "AdamW alone": lambda *_: None,
         "DecoupledLocAteR": lambda model, optimizer: DecoupledLocAteR(model).attach(optimizer),
         "DecoupledLocAteR(every=10)": lambda model, optimizer: DecoupledLocAteR(model, every=10).attach(optimizer),
         "QK-norm": lambda model, optimizer: QKNorm().apply(model, optimizer),
+        "QK-norm, keys alone": lambda model, optimizer: QKNorm(queries=False).apply(model, optimizer),
+    }
+    eager = {
+        "AdamW alone": compiled["AdamW alone"],
+        "DecoupledLocAteR": compiled["DecoupledLocAteR"],
         "QK-clip": lambda model, optimizer: QKClip().apply(model, optimizer),
+        "z-loss": lambda model, optimizer: ZLoss().apply(model, optimizer),
     }
     runs, kept = {}, []
-    for name, apply in methods.items():
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config).cuda().train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        kept.append(apply(model, optimizer))
-        runs[name] = training_step(torch.compile(model) if name != "QK-clip" else model, optimizer, ids)
-        for _ in range(25):  # also those that act on every tenth
-            runs[name]()
-    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for how, methods in {"compiled": compiled, "not compiled": eager}.items():
+        for name, apply in methods.items():
+            torch.manual_seed(0)
+            model = LlamaForCausalLM(config).cuda().train()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+            kept.append(apply(model, optimizer))
+            run = training_step(torch.compile(model) if how == "compiled" else model, optimizer, ids)
+            for _ in range(25):  # also those that act on every tenth
+                run()
+            runs[how, name] = run
+    taken: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
     for _ in range(rounds):
-        for name, run in runs.items():
+        for key, run in runs.items():
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(steps):
                 run()
             torch.cuda.synchronize()
-            taken[name].append(1e3 * (time.perf_counter() - start) / steps)
-    plain = statistics.median(taken["AdamW alone"])
-    print("Llama, 25 million parameters, 32 × 512 tokens, bf16, compiled (QK-clip looks at q and k, and is not):")
-    for name, times in taken.items():
-        middle = statistics.median(times)
+            taken[key].append(1e3 * (time.perf_counter() - start) / steps)
+    print("Llama, 25 million parameters, 32 × 512 tokens, bf16:")
+    for (how, name), times in taken.items():
+        middle, plain = statistics.median(times), statistics.median(taken[how, "AdamW alone"])
         print(
-            f"  {name}: {middle:.2f} ms a step, {100 * (middle / plain - 1):+.1f}%, {middle - plain:+.2f} ms",
+            f"  {how}, {name}: {middle:.2f} ms a step, {100 * (middle / plain - 1):+.1f}%, {middle - plain:+.2f} ms",
             flush=True,
         )
 

@@ -27,7 +27,7 @@ def define_kernels() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         import locater.control._kernels
-        import locater.control._mix_kernel
+        import locater.control._step_kernels
         import locater.lab.engine._norm
         import locater.measure._kernels
         from locater import _triton  # noqa: F401

@@ -123,7 +123,7 @@ def test_float32_multiplies_in_tf32_where_pytorch_may(layout, k):
 
 @runs
 def test_three_products_in_tf32_are_as_good_as_float32(monkeypatch):
-    monkeypatch.setattr(_kernels, "_FULL", "tf32x3")
+    monkeypatch.setattr(_kernels, "FULL_PRECISION", "tf32x3")
     modules = Modules(rows, 1, 1, 64, 72)
     modules.add()
     modules.check(EXACT)

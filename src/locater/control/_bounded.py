@@ -16,15 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locater.control._parameters import HeldBy, is_sharded, projections, spread
-from locater.control._sampled import Copies, Weights, logits_of, mixed_, product_type
+from locater.control._kernels import supported
+from locater.control._parameters import HeldBy, is_sharded, projections, sharded
+from locater.control._sampled import logits_of
+from locater.control._step_kernels import moments
+from locater.control._weights import Copies, Weights, mixed_, product_type
 from locater.control.rules.decoupled import Decoupled, Factors, initial_spread, logit_moments
 from locater.models import Attention, Projection
 from locater.names import plain_name
 
-__all__ = ["Bounded", "Modules", "OneModule", "Several"]
+__all__ = ["Bounded", "Modules", "OneModule"]
 
-_STACKED = 256 << 20  # bytes of W_Q and W_K of a group up to which they are stacked, and their steps recorded
+_SMALL = 256 << 20  # bytes of W_Q and W_K of a group up to which they are stacked, and their steps recorded
 
 
 class Bounded(ABC):
@@ -32,7 +35,6 @@ class Bounded(ABC):
 
     names: list[str]
     initial: Tensor  # the spread of every head before the first step (S, G, R); −1 where there was none yet
-    made_of: Any = None  # what is trained, where it is, the sample's shape: when that changes, this is made anew
 
     @abstractmethod
     def begin(self, states: Sequence[Tensor]) -> None:
@@ -72,18 +74,20 @@ class Modules(Bounded):
         self.names, self.initial = [plain_name(member.module) for member in members], initial
         self._first, self._trained = members[0], trained  # of W_Q, W_K, and their biases
         parts = [[projections(member)[index] for member in members] for index in (0, 1)]
-        weights = [one.view(one.tensor.detach()) for both in parts for one in both]
-        stacked = len(members) > 1 and sum(one.numel() * one.itemsize for one in weights) <= _STACKED
-        self._weights = [Weights(part, stacked=stacked) for part in parts]
-        self._dtype = product_type(weights[0])
-        self._recorded = stacked and weights[0].is_cuda
+        views = [[one.view(one.tensor.detach()) for one in both] for both in parts]
+        small = len(members) > 1 and sum(x.numel() * x.itemsize for both in views for x in both) <= _SMALL
+        self._kernels = supported(views[0], views[1], None, None)
+        self._weights = [Weights(part, kernels=self._kernels, stacked=small) for part in parts]
+        self._dtype = product_type(views[0][0])
+        self._recorded = small and views[0][0].is_cuda
         self._begin, self._measure = _Recorded(self._copy), _Recorded(self._compare)
         self._write: dict[Any, _Recorded] = {}  # by rule and `every`
         self._states: Tensor | None = None
         self._old: list[Copies] = []
-        self._before: Tensor | None = None
+        self._before: list[Tensor] = []  # q and k of the sample
         self._moments: Tensor = initial.new_empty(0)
-        self._given = initial.new_zeros(2)  # the schedule's factor, and whether the step was skipped
+        self._given = initial.new_tensor([1.0, 0.0])  # the schedule's factor, and whether the step was skipped
+        self._given_factor, self._given_overflow = 1.0, False
         self._rotation: tuple[Tensor, Tensor] | None = None
 
     def begin(self, states: Sequence[Tensor]) -> None:
@@ -104,9 +108,7 @@ class Modules(Bounded):
                 self._mix(found)
             self._forget()
             return
-        self._given.copy_(torch.tensor([factor, 0.0], pin_memory=True), non_blocking=True)
-        if overflow is not None:
-            self._given[1].copy_(overflow.reshape(()))
+        self._give(factor, overflow)
         key = rule, every
         if key not in self._write:
 
@@ -117,31 +119,45 @@ class Modules(Bounded):
         self._write[key](self._recorded)
         self._forget()
 
+    def _give(self, factor: float, overflow: Tensor | None) -> None:
+        """To the device, what is not there yet."""
+        if factor != self._given_factor:
+            self._given[:1].copy_(torch.tensor([factor], pin_memory=True), non_blocking=True)
+        if overflow is not None:
+            self._given[1].copy_(overflow.reshape(()))
+        elif self._given_overflow:
+            self._given[1].zero_()
+        self._given_factor, self._given_overflow = factor, overflow is not None
+
     def _forget(self) -> None:
         """Copies are held until the next step only where graphs write to them."""
         if not self._recorded:
-            self._old, self._before, self._states = [], None, None
+            self._old, self._before, self._states = [], [], None
 
     def _rule(self, rule: Decoupled, factor: Tensor | float, every: int) -> Factors:
         return _factors(rule, self._moments, self.initial, factor, every, (self._trained[0], self._trained[1]))
 
     def _copy(self) -> None:
-        self._old = [one.copied() for one in self._weights]
-        self._before = self._logits(self._old)
+        assert self._states is not None
+        both = [one.copy_and_project(self._states) for one in self._weights]
+        self._old, self._before = [old for old, _ in both], [rows for _, rows in both]
 
     def _compare(self) -> None:
-        assert self._before is not None
-        self._moments = logit_moments(self._before, self._logits([one.now() for one in self._weights]))
-
-    def _logits(self, weights: Sequence[Copies]) -> Tensor:
-        """(S, G, R, B, n, n)."""
         assert self._states is not None
-        q, k = (one.rows(self._states, *own) for one, own in zip(self._weights, weights, strict=True))
-        rope = self._first.rope
-        if rope is not None:
-            if self._rotation is None:
-                self._rotation = rope.angles(torch.arange(q.shape[-2], device=q.device), q.dtype)
-            q, k = rope.rotate_by(q, *self._rotation), rope.rotate_by(k, *self._rotation)
+        after, rope = [one.project(self._states) for one in self._weights], self._first.rope
+        if rope is not None and self._rotation is None:
+            self._rotation = rope.angles(torch.arange(after[0].shape[-2], device=after[0].device), after[0].dtype)
+        if self._kernels:
+            interleaved = rope is not None and rope.interleaved
+            self._moments = moments(self._before, after, self._first.scale, self._rotation, interleaved)
+        else:
+            self._moments = logit_moments(self._logits(*self._before), self._logits(*after))
+
+    def _logits(self, q: Tensor, k: Tensor) -> Tensor:
+        """(S, G, R, B, n, n)."""
+        if self._rotation is not None:
+            assert self._first.rope is not None
+            q, k = (self._first.rope.rotate_by(x, *self._rotation) for x in (q, k))
         return self._first.scale * (q @ k.mT)
 
     def _mix(self, found: Factors) -> None:
@@ -191,13 +207,13 @@ class OneModule(Bounded):
         self._before = logits_of(self._attention, self._states)
 
     def measure(self) -> Tensor:
-        self.moments = logit_moments(self._before, logits_of(self._attention, self._states))
-        return self.moments
+        self._moments = logit_moments(self._before, logits_of(self._attention, self._states))
+        return self._moments
 
     def end(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
         one = self._attention
         acts = (self._trained[0] and one.query_norm is None, self._trained[1] and one.key_norm is None)
-        found = _factors(rule, self.moments, self.initial, factor, every, acts)
+        found = _factors(rule, self._moments, self.initial, factor, every, acts)
         found = _unless(0.0 if overflow is None else overflow, found)
         if found.keep.is_cuda or any(bool((x != 1).any()) for x in found):
             done: set[int] = set()
@@ -208,28 +224,6 @@ class OneModule(Bounded):
                 done.add(id(part.tensor))
         self._old = []
         del self._before, self._states
-
-
-class Several(Bounded):
-    """Modules of one shape, one by one."""
-
-    def __init__(self, parts: Sequence[OneModule], initial: Tensor) -> None:
-        self.names, self.initial = [one.names[0] for one in parts], initial
-        self._parts = parts
-
-    def begin(self, states: Sequence[Tensor]) -> None:
-        for one, x in zip(self._parts, states, strict=True):
-            one.begin([x])
-
-    def measure(self) -> Tensor:
-        moments = torch.cat([one.measure() for one in self._parts])
-        for one, own in zip(self._parts, moments.split(1), strict=True):
-            one.moments = own  # which are averaged over ranks
-        return moments
-
-    def end(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
-        for one in self._parts:
-            one.end(rule, factor, overflow, every)
 
 
 @dataclass(frozen=True)
@@ -286,4 +280,4 @@ def _placed(value: Tensor, view: Callable[[Tensor], Tensor], like: Tensor) -> Te
     whole = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
     shown = view(whole)
     shown.copy_(value.expand_as(shown))
-    return spread(whole, like)
+    return sharded(whole, like)

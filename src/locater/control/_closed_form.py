@@ -14,7 +14,7 @@ from torch import Tensor
 
 from locater.control import _kernels
 from locater.control._groups import Group, Ids
-from locater.control._parameters import gathered, is_sharded, projections, spread
+from locater.control._parameters import gathered, is_sharded, projections, sharded
 from locater.control.rules.locater import GradientFactors, joint_gradient
 from locater.models import Attention, Projection
 from locater.qk import QK
@@ -171,7 +171,7 @@ class _Computed:
 
 def _add_to_gradient(tensor: Tensor, whole: Tensor) -> None:
     """Of a sharded one each rank its own part."""
-    part = spread(whole, tensor) if is_sharded(tensor) else whole
+    part = sharded(whole, tensor) if is_sharded(tensor) else whole
     if tensor.grad is None:
         tensor.grad = part.to(tensor.dtype)
     else:

@@ -56,12 +56,12 @@ class Groups(Generic[G]):
         self._attentions, self._kind = attentions, kind
         parts = [one for attention in attentions for one in projections(attention)]
         biases = [bias for one in parts if (bias := one.bias_tensor) is not None and kind.with_biases]
-        self._tensors = [*(tensor for one in parts for tensor in one.tensors), *biases]
+        self.tensors = [*(tensor for one in parts for tensor in one.tensors), *biases]
         self._known: dict[Hashable, tuple[list[Any], list[G]]] = {}
 
     def __call__(self, rate_of: RateOf, key: Hashable) -> list[G]:
         """`key` stands for `rate_of`, which may be made anew each time."""
-        state = [(t.requires_grad, t.dtype, t.device, rate_of(t)) for t in self._tensors]
+        state = [(t.requires_grad, t.dtype, t.device, rate_of(t)) for t in self.tensors]
         known = self._known.get(key)
         if known is None or known[0] != state:
             if len(self._known) > 8:  # somebody hands over a new function each time

@@ -21,12 +21,12 @@ from locater._triton import INTERPRETED, available, ceil, jit, on, tl
 _GRAM_BYTES = 32 << 20  # for the Gram matrices of the modules worked on together, as parts of a sum
 _PROGRAMS = 264  # of the first kernel, at most, when D is split: two for each multiprocessor of an H200
 # How float32 multiplies where TF32 is not allowed: to 2^-21, on tensor cores. "ieee" takes twice as long (H200).
-_FULL = "tf32x3"
+FULL_PRECISION = "tf32x3"
 
 
 @jit
 @no_type_check
-def _address(table, index, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def address(table, index, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     pointer = tl.load(table + index).to(tl.pointer_type(DTYPE))
     # unlike an argument's, the alignment of a loaded address is not known, and vector loads need it
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
@@ -34,7 +34,7 @@ def _address(table, index, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @jit
 @no_type_check
-def _tile(pointer, rows, columns, row_stride, column_stride, height, width):
+def tile(pointer, rows, columns, row_stride, column_stride, height, width):
     pointer += rows[:, None] * row_stride + columns[None, :] * column_stride
     return tl.load(pointer, mask=(rows[:, None] < height) & (columns[None, :] < width), other=0.0)
 
@@ -57,23 +57,23 @@ def _gram_kernel(
     s, g = sg // G, sg % G
     rows, every = m * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     start = split * (STEPS * BLOCK_D) + tl.arange(0, BLOCK_D)
-    w_k = _address(table, s * 4 + 1, WEIGHT, ALIGNED) + g * k_g
+    w_k = address(table, s * 4 + 1, WEIGHT, ALIGNED) + g * k_g
     gram = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     if factor == 0:
         for i in tl.range(0, STEPS, num_stages=STAGES):
             ds = start + i * BLOCK_D
-            mine = _tile(w_k, rows, ds, k_k, k_d, K, D).to(OPERAND)
-            whole = mine if TILES == 1 else _tile(w_k, every, ds, k_k, k_d, K, D).to(OPERAND)
+            mine = tile(w_k, rows, ds, k_k, k_d, K, D).to(OPERAND)
+            whole = mine if TILES == 1 else tile(w_k, every, ds, k_k, k_d, K, D).to(OPERAND)
             gram = tl.dot(mine, tl.trans(whole), gram, input_precision=PRECISION)
     else:
         for r in range(R):
-            w_q = _address(table, s * 4, WEIGHT, ALIGNED) + g * q_g + r * q_r
+            w_q = address(table, s * 4, WEIGHT, ALIGNED) + g * q_g + r * q_r
             trace = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)  # summed at the end
             for i in tl.range(0, STEPS, num_stages=STAGES):
                 ds = start + i * BLOCK_D
-                mine = _tile(w_q, rows, ds, q_k, q_d, K, D).to(OPERAND)
-                key = _tile(w_k, rows, ds, k_k, k_d, K, D)
-                whole = mine if TILES == 1 else _tile(w_q, every, ds, q_k, q_d, K, D).to(OPERAND)
+                mine = tile(w_q, rows, ds, q_k, q_d, K, D).to(OPERAND)
+                key = tile(w_k, rows, ds, k_k, k_d, K, D)
+                whole = mine if TILES == 1 else tile(w_q, every, ds, q_k, q_d, K, D).to(OPERAND)
                 gram = tl.dot(mine, tl.trans(whole), gram, input_precision=PRECISION)
                 trace += mine.to(tl.float32) * key.to(tl.float32)
             tl.store(traces + ((sg * R + r) * splits + split) * TILES + m, tl.sum(tl.sum(trace, 1), 0))
@@ -97,14 +97,14 @@ def _add_product(
     for c in tl.range(0, K, BLOCK_C, num_stages=STAGES):
         inner = c + tl.arange(0, BLOCK_C)
         # half weights are widened and multiply in TF32: its 2^-10 is about what they are known to themselves
-        left = _tile(weight, ds, inner, w_d, w_k, D, K).to(tl.float32) * scale
-        right = tl.trans(_tile(gram, rows, inner, K, 1, K, K))
+        left = tile(weight, ds, inner, w_d, w_k, D, K).to(tl.float32) * scale
+        right = tl.trans(tile(gram, rows, inner, K, 1, K, K))
         total = tl.dot(left, right, total, input_precision=PRECISION)
     part = tl.arange(0, PARTS)
     for r in range(OTHERS):
         trace = tl.sum(tl.load(traces + r * parts + part, mask=part < parts, other=0.0), 0)
-        total += mean * (trace - target) * _tile(other + r * o_r, ds, rows, o_d, o_k, D, K).to(tl.float32)
-    total += _tile(gradient, ds, rows, g_d, g_k, D, K).to(tl.float32)
+        total += mean * (trace - target) * tile(other + r * o_r, ds, rows, o_d, o_k, D, K).to(tl.float32)
+    total += tile(gradient, ds, rows, g_d, g_k, D, K).to(tl.float32)
     out = gradient + ds[:, None] * g_d + rows[None, :] * g_k
     tl.store(out, total.to(gradient.dtype.element_ty), mask=(ds[:, None] < D) & (rows[None, :] < K))
 
@@ -128,17 +128,17 @@ def _update_kernel(
         scale, mean = tl.load(scale), tl.load(mean)
     rows = pid // HEADS % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
     ds = pid // (HEADS * TILES) % tl.cdiv(D, BLOCK_D) * BLOCK_D + tl.arange(0, BLOCK_D)
-    w_q = _address(table, s * 4, WEIGHT, ALIGNED) + g * q_g
-    w_k = _address(table, s * 4 + 1, WEIGHT, ALIGNED) + g * k_g
+    w_q = address(table, s * 4, WEIGHT, ALIGNED) + g * q_g
+    w_k = address(table, s * 4 + 1, WEIGHT, ALIGNED) + g * k_g
     gram, traces = gram + sg * (2 * K * K), traces + sg * R * parts
     if head < R:
-        d_q = _address(table, s * 4 + 2, QUERY_GRADIENT, ALIGNED) + g * dq_g + head * dq_r
+        d_q = address(table, s * 4 + 2, QUERY_GRADIENT, ALIGNED) + g * dq_g + head * dq_r
         _add_product(
             d_q, dq_k, dq_d, gram, w_q + head * q_r, q_k, q_d, w_k, 0, k_k, k_d, traces + head * parts, parts,
             scale, mean, target, rows, ds, D, 1, K, BLOCK_M, BLOCK_C, BLOCK_D, PARTS, PRECISION, STAGES,
         )  # fmt: skip
     else:
-        d_k = _address(table, s * 4 + 3, KEY_GRADIENT, ALIGNED) + g * dk_g
+        d_k = address(table, s * 4 + 3, KEY_GRADIENT, ALIGNED) + g * dk_g
         _add_product(
             d_k, dk_k, dk_d, gram + K * K, w_k, k_k, k_d, w_q, q_r, q_k, q_d, traces, parts,
             scale, mean, target, rows, ds, D, R, K, BLOCK_M, BLOCK_C, BLOCK_D, PARTS, PRECISION, STAGES,
@@ -257,7 +257,7 @@ def _blocks(k: int, half: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     switch = getattr(matmul, "fp32_precision", None)  # since 2.9; the older one then raises if this one was used
     tensor_cores = half or (matmul.allow_tf32 if switch is None else switch == "tf32")
     block_k = 1 << (k - 1).bit_length()
-    common = {"PRECISION": "tf32" if tensor_cores else _FULL, "num_warps": 8 if block_k >= 64 else 4}
+    common = {"PRECISION": "tf32" if tensor_cores else FULL_PRECISION, "num_warps": 8 if block_k >= 64 else 4}
     depth, large = 32 if tensor_cores else 16, block_k == 256  # where the whole Gram matrix would fill all registers
     gram = {"BLOCK_K": block_k, "BLOCK_M": 64 if large else block_k, "BLOCK_D": depth, "STAGES": 2 if large else 3}
     update = {"BLOCK_M": min(block_k, 128), "BLOCK_C": min(block_k, depth), "STAGES": 3}

@@ -65,7 +65,7 @@ def gathered_attention(attention: Attention) -> Attention:
     return replace(attention, key=attention.key.mapped(gathered), query=query and query.mapped(gathered))
 
 
-def spread(whole: Tensor, like: Tensor) -> Tensor:
+def sharded(whole: Tensor, like: Tensor) -> Tensor:
     """A tensor that every rank holds whole, sharded as another. No communication."""
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -182,7 +182,7 @@ def _placed(tensor: Tensor, view: Callable[[Tensor], Tensor], value: Tensor) -> 
         stored = torch.zeros(tensor.shape, dtype=value.dtype, device=value.device, requires_grad=True)
         shown = view(stored)
     (whole,) = torch.autograd.grad(shown, stored, value.expand_as(shown))
-    return spread(whole, tensor) if is_sharded(tensor) else whole
+    return sharded(whole, tensor) if is_sharded(tensor) else whole
 
 
 @torch.no_grad()

@@ -1,27 +1,25 @@
 """Logits of a model's heads on a sample of the states that enter its attention as it trains.
 
-Legend: S modules, G key heads, R query heads for each, B sequences of a sample, n tokens of each, K head width, D model
-width.
+Legend: G key heads, R query heads for each, B sequences of a sample, n tokens of each, D model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from locater.control._mix_kernel import mix_
 from locater.control._parameters import gathered_attention, is_sharded, projections
 from locater.control.rules.decoupled import SEQUENCES, TOKENS
 from locater.hooks import has_compiled
-from locater.models import Attention, Norm, Projection, Rope
+from locater.models import Attention, Norm, Rope
 
-__all__ = ["Copies", "SampledStates", "Weights", "alike", "logits_of", "mixed_", "product_type"]
+__all__ = ["SampledStates", "alike", "logits_of"]
 
 
 class SampledStates:
@@ -67,13 +65,22 @@ class SampledStates:
         """Whether any were seen."""
         return any(sample.states is not None for sample in self._samples.values())
 
-    def of(self, attention: Attention) -> Tensor:
-        """(B, n, D)."""
+    def kinds(self) -> list[Any]:
+        """Of every sample its shape and device: while they stay the same, `source` need not be asked again."""
+        return [x if (x := one.states) is None else (x.shape, x.device) for one in self._samples.values()]
+
+    def source(self, attention: Attention) -> Callable[[], Tensor]:
+        """What gives the sample (B, n, D) that entered a module last."""
         weight = projections(attention)[0].tensor
         sample = self._samples.get(attention.module)
         if sample is not None and sample.states is not None and sample.states.device == weight.device:
-            return sample.states
-        return _independent(attention, weight.device, torch.promote_types(weight.dtype, torch.float32))
+            return sample.kept
+        independent = _independent(attention, weight.device, torch.promote_types(weight.dtype, torch.float32))
+        return lambda: independent
+
+    def of(self, attention: Attention) -> Tensor:
+        """(B, n, D)."""
+        return self.source(attention)()
 
     def measured(self, attention: Attention) -> Attention:
         """What of a module is measured: q·k alone, as it is compared, with QK-norms that were applied to it."""
@@ -110,6 +117,10 @@ class _Sample:
             x = x.transpose(0, 1)
         self.states = x.flatten(1, -2)[:SEQUENCES, :TOKENS].clone()
 
+    def kept(self) -> Tensor:
+        assert self.states is not None
+        return self.states
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _Sample:
         """A copy of the model keeps samples of its own."""
         return _Sample()
@@ -137,71 +148,6 @@ def _two_widths(attention: Attention) -> bool:
 def _normal(width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     made = torch.Generator().manual_seed(0)
     return torch.randn(SEQUENCES, TOKENS, width, generator=made, dtype=dtype).to(device)
-
-
-# ---------------------------------------------------------------------- modules whose logits are made together
-
-
-Each: TypeAlias = Tensor | list[Tensor]  # stacked, or one by one
-Copies: TypeAlias = tuple[Each, Each]  # weights and biases
-
-
-def product_type(weight: Tensor) -> torch.dtype:
-    """In which weights are multiplied with a sample: on a GPU half precision, whose 11 bits are as many as TF32's."""
-    if weight.is_cuda and weight.dtype != torch.float64:
-        return torch.float16
-    return torch.promote_types(weight.dtype, torch.float32)
-
-
-class Weights:
-    """W_Q, or W_K, of modules of one shape where they are stored, and their biases: views (G, R or 1, K, D), (…, K).
-
-    Stacked, they are copied to be multiplied and written: few launches for many small ones.
-    """
-
-    def __init__(self, parts: Sequence[Projection], *, stacked: bool) -> None:
-        self.views = [one.view(one.tensor.detach()) for one in parts]
-        self.biases = [one.bias_view(one.bias_tensor.detach()) for one in parts if one.bias_tensor is not None]
-        self.stacked = stacked
-
-    def copied(self) -> Copies:
-        """As they are now, a copy; what `rows` and `mix_` take."""
-        if self.stacked:
-            return torch.stack(self.views), torch.stack(self.biases) if self.biases else []
-        return [view.clone() for view in self.views], [bias.clone() for bias in self.biases]
-
-    def now(self) -> Copies:
-        """As they are now; a copy only where they are stacked."""
-        return self.copied() if self.stacked else (self.views, self.biases)
-
-    def rows(self, states: Tensor, weights: Each, biases: Each) -> Tensor:
-        """(S, G, R, B, n, K), at least in float32, of states (S, B, n, D) in the precision of products."""
-        g, r, k, d = self.views[0].shape
-        if isinstance(weights, Tensor):
-            made = states.flatten(1, 2) @ weights.reshape(len(weights), -1, d).to(states.dtype).mT
-        else:
-            pairs = zip(states.unbind(0), weights, strict=True)
-            made = torch.stack([x.flatten(0, 1) @ w.reshape(-1, d).to(x.dtype).mT for x, w in pairs])
-        made = made.to(torch.promote_types(made.dtype, torch.float32))
-        if len(biases):
-            made = made + torch.stack([bias.flatten() for bias in biases]).to(made.dtype)[:, None]
-        return made.view(*states.shape[:3], g, r, k).permute(0, 3, 4, 1, 2, 5)
-
-    def mix_(self, old: Copies, new: Tensor, was: Tensor, biases: bool) -> None:
-        """W ← new · W + was · old, factors of heads (S, G, R or 1); biases likewise, if they are trained."""
-        for index, view in enumerate(self.views):
-            if not mix_(view, old[0][index], new[index], was[index]):
-                mixed_(view, old[0][index], new[index, ..., None, None], was[index, ..., None, None])
-        if biases and self.biases:
-            for index, bias in enumerate(self.biases):
-                mixed_(bias, old[1][index], new[index, ..., None], was[index, ..., None])
-
-
-def mixed_(view: Tensor, old: Tensor, new: Tensor, was: Tensor) -> None:
-    """view ← new · view + was · old, at least in float32; where new is 0, view may not be finite."""
-    dtype = torch.promote_types(view.dtype, torch.float32)
-    before = was.to(dtype) * old.to(dtype)
-    view.copy_(torch.where(new == 0, before, new.to(dtype) * view.to(dtype) + before))
 
 
 def alike(members: Sequence[Attention]) -> bool:

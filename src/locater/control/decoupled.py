@@ -6,16 +6,17 @@ layer and step. Beside it, in nats of the logits, nothing has to be chosen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from locater.control._bounded import Bounded, Modules, OneModule, Several
+from locater.control._bounded import Bounded, Modules, OneModule
 from locater.control._groups import Group, Groups
 from locater.control._numbers import checked_count, checked_positive
 from locater.control._parameters import HeldBy, gathered_attention, is_sharded, projections, refuse_computed
@@ -27,6 +28,17 @@ from locater.models import Attention
 from locater.names import plain_name
 
 __all__ = ["DecoupledLocAteR", "DecoupledLocAteRMethod"]
+
+_Work: TypeAlias = tuple[Bounded, list[Callable[[], Tensor]]]
+
+
+@dataclass
+class _Plan:
+    """What is worked on in the steps of one optimizer, and what gives the states of each module, as long as what that
+    was made of stays the same."""
+
+    made_of: Any = None
+    work: list[_Work] = field(default_factory=list)
 
 
 class DecoupledLocAteR(Regulariser):
@@ -95,7 +107,7 @@ class DecoupledLocAteR(Regulariser):
     def _hook(self, optimizer: Optimizer, held: HeldBy, undo: ExitStack) -> None:
         self._groups = self._grouped()  # a QK-norm may have been applied since
         self._states.attach(undo)
-        ready: dict[tuple[str, ...], Bounded] = {}  # by the names of their modules
+        plan = _Plan()
         begun: list[Bounded] = []
         acts = False
 
@@ -104,9 +116,7 @@ class DecoupledLocAteR(Regulariser):
             begun.clear()
             acts = (self.step + 1) % self.every == 0 and self._clock.factor() > 0
             if acts or not self._initial:  # at first the heads are looked at in any case
-                begun.extend(self._begin(optimizer, held, ready))
-                for names in ready.keys() - {tuple(one.names) for one in begun}:
-                    del ready[names]
+                begun.extend(self._begin(optimizer, held, plan))
 
         def after() -> None:
             self._end(begun, getattr(optimizer, "found_inf", None), self._clock.factor() if acts else 0.0)
@@ -116,65 +126,50 @@ class DecoupledLocAteR(Regulariser):
         around_step(optimizer, undo, before=before, after=after, once=True)
 
     @torch.no_grad()
-    def _begin(self, optimizer: Optimizer, held: HeldBy, ready: dict[tuple[str, ...], Bounded]) -> list[Bounded]:
+    def _begin(self, optimizer: Optimizer, held: HeldBy, plan: _Plan) -> list[Bounded]:
         """The weights that the optimizer trains, and what they make of the sample, before its step."""
         self._states.make_noticed()
-        rates = [group.get("lr") for group in optimizer.param_groups]
-        found, written = [], set[int]()
+        # a rate of 0 freezes, too; on a device, it is not asked for
+        rates = (group.get("lr") for group in optimizer.param_groups)
+        still = [isinstance(rate, int | float) and rate == 0 for rate in rates]
+        tensors = [(t.data_ptr(), t.dtype, t.requires_grad) for t in self._groups.tensors]
+        made_of = tensors, still, held.size(), self._states.kinds()
+        if plan.made_of != made_of:
+            plan.made_of, plan.work = None, []  # which frees what it held, and is made anew if this fails
+            plan.work = list(self._worked_on(held, still))
+            plan.made_of = made_of
+        for one, sources in plan.work:
+            one.begin([states() for states in sources])
+        return [one for one, _ in plan.work]
+
+    def _worked_on(self, held: HeldBy, still: Sequence[bool]) -> Iterator[_Work]:
+        written = set[int]()
         for group in self._groups(held.group, held):
-            # a rate of 0 freezes, too; on a device, it is not asked for
-            trained = tuple(
-                index is not None and not (isinstance(rates[index], int | float) and rates[index] == 0)
-                for index in (*group.rates, *group.biases)
-            )
+            trained = [index is not None and not still[index] for index in (*group.rates, *group.biases)]
             if not any(trained[:2]):
                 continue
-            for members, states in self._with_states(group, written):
-                one = self._ready(ready, members, trained, states[0].shape, held)
-                one.begin(states)
-                found.append(one)
-        return found
+            for members in self._of_one_sample(group, written):
+                initial = torch.stack([self._initial_of(member) for member in members])
+                sources = [self._states.source(member) for member in members]
+                self._initial |= zip((plain_name(member.module) for member in members), initial, strict=True)
+                if alike(members):
+                    yield Modules(members, trained, initial), sources
+                else:
+                    for member, own, source in zip(members, initial.split(1), sources, strict=True):
+                        yield OneModule(member, trained, own, held), [source]
 
-    def _with_states(self, group: Group, written: set[int]) -> Iterator[tuple[list[Attention], list[Tensor]]]:
-        """Members that are worked on together, and a sample of the same shape for each. Modules that share their
-        weights with one that is worked on already are left out."""
-        by_shape: dict[torch.Size, tuple[list[Attention], list[Tensor]]] = {}
+    def _of_one_sample(self, group: Group, written: set[int]) -> Iterator[list[Attention]]:
+        """Members with samples of the same shape. Modules that share their weights with one that is worked on already
+        are left out."""
+        by_shape: dict[torch.Size, list[Attention]] = {}
         for member in group.members:
             plain = [one for one in projections(member) if not (one.others or one.computed)]
             where = {id(one.tensor) if is_sharded(one.tensor) else one.weight.data_ptr() for one in plain}
             if where & written:
                 continue
             written |= where
-            states = self._states.of(member)
-            same = by_shape.setdefault(states.shape, ([], []))
-            same[0].append(member)
-            same[1].append(states)
+            by_shape.setdefault(self._states.of(member).shape, []).append(member)
         yield from by_shape.values()
-
-    def _ready(
-        self,
-        ready: dict[tuple[str, ...], Bounded],
-        members: Sequence[Attention],
-        trained: Sequence[bool],
-        shape: torch.Size,
-        held: HeldBy,
-    ) -> Bounded:
-        """As it was made ready in an earlier step, or anew."""
-        names = tuple(plain_name(member.module) for member in members)
-        tensors = [t for member in members for one in projections(member) for t in (*one.tensors, one.bias_tensor)]
-        made_of = trained, shape, [(t.data_ptr(), t.dtype) for t in tensors if t is not None]
-        known = ready.get(names)
-        if known is None or known.made_of != made_of:
-            initial = torch.stack([self._initial_of(member) for member in members])
-            if alike(members):
-                known = Modules(members, trained, initial)
-            else:
-                each = zip(members, initial.split(1), strict=True)
-                known = Several([OneModule(one, trained, own, held) for one, own in each], initial)
-            known.made_of = made_of
-            ready[names] = known
-            self._initial |= dict(zip(names, known.initial.unbind(0), strict=True))
-        return known
 
     def _initial_of(self, attention: Attention) -> Tensor:
         """(G, R); −1 where it is not known yet."""
