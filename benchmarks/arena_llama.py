@@ -4,8 +4,9 @@ through the public API.
     python benchmarks/arena_llama.py run FOLDER [--only TEXT] [--minutes M]    trains what FOLDER/runs.jsonl lacks
     python benchmarks/arena_llama.py show FOLDER                               prints the tables
 
-A run is one line of the file; what is there is not trained again, a run that was cut off is trained anew. Methods of
-one seed share their start and their batches. `plan` is what is compared, written down before the runs.
+A run is one line of the file; what is there is not trained again, a run that was cut off is trained anew. Processes
+may share a folder. Methods of one seed share their start and their batches. `plan` is what is compared, written down
+before the runs.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import re
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from torch import nn
 
 from locater import observe
@@ -33,8 +36,9 @@ BATCH, TOKENS = 16, 512
 UPDATES, LONG = 1_500, 15_000
 TRAIN, VALID = 90_000_000, 1_000_000  # bytes of enwik8: its first 90 million, and a million of the next five
 METHODS = ("none", "LocAteR", "QK-norm", "keys alone", "keys alone, LocAteR", "QK-clip")
-RATES = {"AdamW": (3e-4, 1e-3, 3e-3, 1e-2), "Muon": (3e-3, 1e-2)}
-SEEDS = (0, 1, 2)
+RATES = {"AdamW": (3e-4, 1e-3, 3e-3, 1e-2), "Muon": (1e-3, 3e-3, 1e-2)}  # of none and LocAteR
+RIVALS_RATES = {"AdamW": (1e-3, 3e-3, 1e-2), "Muon": (3e-3, 1e-2)}
+SEEDS, MORE_SEEDS = (0, 1, 2), (3, 4, 5, 6, 7)  # more of none and LocAteR, at the rate that is best without protection
 
 
 @dataclass(frozen=True)
@@ -51,20 +55,35 @@ class Run:
         return f"{self.method}, {self.optimizer} {self.rate:g}, seed {self.seed}, {self.updates} updates, {self.unit}"
 
 
-def plan() -> Iterator[Run]:
-    """All comparisons, in the order in which they are trained."""
+def plan(known: list[tuple[Run, dict]]) -> Iterator[Run]:
+    """All comparisons, in the order in which they are trained; some are at the rate that is best without protection."""
     for optimizer, rates in RATES.items():
-        for seed in SEEDS:
-            for rate in rates:
-                for method in ("none", "LocAteR", "QK-norm", "keys alone"):
-                    yield Run(method, optimizer, rate, seed)
-    for seed in SEEDS:
-        yield Run("keys alone, LocAteR", "AdamW", 1e-3, seed)
-        yield Run("QK-clip", "AdamW", 1e-3, seed)
+        for rate in rates:
+            for seed in SEEDS:
+                yield from (Run(method, optimizer, rate, seed) for method in ("none", "LocAteR"))
+    best = {optimizer: best_rate(optimizer, known) for optimizer in RATES}
+    for optimizer, rate in best.items():
+        if rate is not None:
+            for seed in MORE_SEEDS:
+                yield from (Run(method, optimizer, rate, seed) for method in ("none", "LocAteR"))
+    for optimizer, rates in RIVALS_RATES.items():
+        for rate in rates:
+            for seed in SEEDS:
+                yield from (Run(method, optimizer, rate, seed) for method in ("QK-norm", "keys alone"))
+    for method in ("keys alone, LocAteR", "QK-clip"):
+        yield from (Run(method, "AdamW", rate, seed) for seed in SEEDS if (rate := best["AdamW"]) is not None)
     for method in ("none", "LocAteR", "QK-norm"):
         yield Run(method, "AdamW", 1e-3, 0, LONG)
-    for method in ("none", "LocAteR", "QK-norm"):
         yield Run(method, "AdamW", 1e-3, 0, unit="words")
+
+
+def best_rate(optimizer: str, known: list[tuple[Run, dict]]) -> float | None:
+    """Of the lowest mean loss without protection over `SEEDS`, once all of them are known."""
+    found = {run: line["loss"] for run, line in known}
+    losses = {rate: [found.get(Run("none", optimizer, rate, seed)) for seed in SEEDS] for rate in RATES[optimizer]}
+    if any(loss is None for each in losses.values() for loss in each):
+        return None
+    return min(losses, key=lambda rate: sum(losses[rate]))
 
 
 # ---------------------------------------------------------------------- text
@@ -221,27 +240,49 @@ class Trainer:
         return float(torch.stack(total).mean())
 
 
+def missing(path: Path, only: str) -> tuple[Run, FileLock] | None:
+    """The next run that is neither trained nor being trained by another process, which is kept from it."""
+    known = read(path)
+    for run in plan(known):
+        if run in {done for done, _ in known} or not re.match(only, run.name):
+            continue
+        lock = FileLock(path.parent / "running" / f"{re.sub('[^a-zA-Z0-9.]+', '-', run.name)}.lock")
+        with suppress(Timeout):
+            lock.acquire(timeout=0)
+            if run not in {done for done, _ in read(path)}:
+                return run, lock
+            lock.release()
+    return None
+
+
 def run_all(folder: Path, only: str, minutes: float) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    """Several processes may share a folder. Where the best rate is not known yet, it is waited for."""
+    (folder / "running").mkdir(parents=True, exist_ok=True)
     path, end = folder / "runs.jsonl", time.monotonic() + 60 * minutes
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.cache_size_limit = 64
     texts, trainers = {}, {}
-    for run in plan():
-        if run.name in {known.name for known, _ in read(path)} or not re.match(only, run.name):
+    while time.monotonic() < end:
+        found = missing(path, only)
+        if found is None:
+            if all(best_rate(optimizer, read(path)) is not None for optimizer in RATES):
+                return
+            time.sleep(5)
             continue
-        if time.monotonic() > end:
-            print("time is up; the same command goes on", flush=True)
-            return
-        if run.unit not in texts:
-            texts[run.unit] = Text(run.unit)
-        if (run.method, run.unit) not in trainers:
-            trainers[run.method, run.unit] = Trainer(run.method, texts[run.unit])
-        found = trainers[run.method, run.unit](run)
-        with path.open("a") as file:
-            file.write(json.dumps(found) + "\n")
-        print(f"{run.name}: {found['loss']:.4f} nats, largest logit {found['largest_logit']:.0f}, "
-              f"{1e3 * found['seconds'] / run.updates:.1f} ms an update", flush=True)  # fmt: skip
+        run, lock = found
+        try:
+            if run.unit not in texts:
+                texts[run.unit] = Text(run.unit)
+            if (run.method, run.unit) not in trainers:
+                trainers[run.method, run.unit] = Trainer(run.method, texts[run.unit])
+            line = trainers[run.method, run.unit](run)
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        finally:
+            lock.release()
+        print(f"{run.name}: {line['loss']:.4f} nats, largest logit {line['largest_logit']:.0f}, "
+              f"{1e3 * line['seconds'] / run.updates:.1f} ms an update", flush=True)  # fmt: skip
+    print("time is up; the same command goes on", flush=True)
 
 
 # ---------------------------------------------------------------------- tables

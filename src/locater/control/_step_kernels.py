@@ -56,24 +56,23 @@ def _project_kernel(
 @no_type_check
 def _rotated_product(
     q, k, cos, sin, n, K: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """q·k (n, n) of rows (n, K) that are rotated first, pair by pair; coordinates beyond the pairs pass."""
     tokens = tl.arange(0, BLOCK_T)
     product = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
-    if PAIRS > 0:
-        pairs = tl.arange(0, BLOCK_P)
-        by: tl.constexpr = 2 if INTERLEAVED else 1
-        other: tl.constexpr = 1 if INTERLEAVED else PAIRS
+    by: tl.constexpr = 2 if INTERLEAVED else 1
+    other: tl.constexpr = 1 if INTERLEAVED else PAIRS
+    for start in range(0, PAIRS, BLOCK_P):
+        pairs = start + tl.arange(0, BLOCK_P)
         c, s = tile(cos, tokens, pairs, PAIRS, 1, n, PAIRS), tile(sin, tokens, pairs, PAIRS, 1, n, PAIRS)
         q_a, q_b = tile(q, tokens, pairs, K, by, n, PAIRS), tile(q + other, tokens, pairs, K, by, n, PAIRS)
         k_a, k_b = tile(k, tokens, pairs, K, by, n, PAIRS), tile(k + other, tokens, pairs, K, by, n, PAIRS)
         product = tl.dot(q_a * c - q_b * s, tl.trans(k_a * c - k_b * s), product, input_precision=PRECISION)
         product = tl.dot(q_b * c + q_a * s, tl.trans(k_b * c + k_a * s), product, input_precision=PRECISION)
-    if 2 * PAIRS < K:
-        rest = tl.arange(0, BLOCK_K)
-        q_c = tile(q + 2 * PAIRS, tokens, rest, K, 1, n, K - 2 * PAIRS)
-        k_c = tile(k + 2 * PAIRS, tokens, rest, K, 1, n, K - 2 * PAIRS)
+    for start in range(2 * PAIRS, K, BLOCK_P):
+        passed = start + tl.arange(0, BLOCK_P)
+        q_c, k_c = tile(q, tokens, passed, K, 1, n, K), tile(k, tokens, passed, K, 1, n, K)
         product = tl.dot(q_c, tl.trans(k_c), product, input_precision=PRECISION)
     return product
 
@@ -83,7 +82,7 @@ def _rotated_product(
 def _moments_kernel(
     q_old, k_old, q_new, k_new, cos, sin, out, scale, R, B, n,
     K: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`rules.decoupled.logit_moments` of one query head, from its rows and its key's (B, n, K)."""
     head = tl.program_id(0).to(tl.int64)
@@ -97,10 +96,10 @@ def _moments_kernel(
     for b in range(B):
         at = b * n * K
         before = scale * _rotated_product(
-            q_old + at, k_old + at, cos, sin, n, K, PAIRS, INTERLEAVED, BLOCK_T, BLOCK_P, BLOCK_K, PRECISION
+            q_old + at, k_old + at, cos, sin, n, K, PAIRS, INTERLEAVED, BLOCK_T, BLOCK_P, PRECISION
         )
         after = scale * _rotated_product(
-            q_new + at, k_new + at, cos, sin, n, K, PAIRS, INTERLEAVED, BLOCK_T, BLOCK_P, BLOCK_K, PRECISION
+            q_new + at, k_new + at, cos, sin, n, K, PAIRS, INTERLEAVED, BLOCK_T, BLOCK_P, PRECISION
         )
         old, change = tl.where(seen, before, 0.0), tl.where(seen, after - before, 0.0)
         old = tl.where(seen, old - tl.sum(old, 1)[:, None] / count, 0.0)
@@ -176,15 +175,11 @@ def moments(
     out = old[0].new_empty(s, g, r, 3)
     cos, sin = (x.contiguous() for x in rotation) if rotation is not None else (out, out)
     pairs = 0 if rotation is None else cos.shape[-1]
-
-    def block(width: int) -> int:
-        return max(16, 1 << max(0, width - 1).bit_length())
-
     with on(out):
         _moments_kernel[(s * g * r,)](
             *(x.contiguous() for x in (*old, *new)), cos, sin, out, float(scale), r, b, n,
-            K=k, PAIRS=pairs, INTERLEAVED=interleaved, BLOCK_T=block(n), BLOCK_P=block(pairs),
-            BLOCK_K=block(k - 2 * pairs), PRECISION=FULL_PRECISION, num_warps=8,
+            K=k, PAIRS=pairs, INTERLEAVED=interleaved, BLOCK_T=max(16, 1 << (n - 1).bit_length()), BLOCK_P=32,
+            PRECISION=FULL_PRECISION,
         )  # fmt: skip
     return out
 
