@@ -58,6 +58,39 @@ def test_a_sweep_is_trained_summed_up_and_drawn(tmp_path, text):
     assert "need the folder of a sweep" in run("figure", 6, cwd=tmp_path, status=2).stderr
 
 
+def test_seeds_trained_later_are_judged_and_drawn_with_the_first(tmp_path, text):
+    options = [
+        "laptop",
+        "--data",
+        text,
+        "--steps",
+        40,
+        "--kappa-2",
+        "none,0,1",
+        "--set",
+        "width=128",
+        "--set",
+        "heads=1",
+    ]
+    for seeds, out, more in (("0", "a", []), ("1,2", "b", []), ("2,3", "c", []), ("4", "d", ["--set", "dropout=0.3"])):
+        run("sweep", *options, *SMALL[4:], *more, "--set", "layers=1", "--seeds", seeds, "--out", out, cwd=tmp_path)
+    done = run("claims", "a", "b", "--markdown", "claims.md", "--json", "claims.json", cwd=tmp_path)
+    assert "3 seeds" in done.stdout
+    written = json.loads((tmp_path / "claims.json").read_text())
+    assert written["runs"] == ["a", "b"]
+    assert {claim["evidence"].get("seeds", 3) for claim in written["claims"]} == {3}
+    assert "(3 seeds)" in (tmp_path / "claims.md").read_text()
+    run("report", "claims.json", cwd=tmp_path)
+    assert "claims: a and b" in (tmp_path / "report.html").read_text()
+    run("figure", 6, "--runs", "a", "--runs", "b", "--out", "pictures", cwd=tmp_path)
+    assert json.loads((tmp_path / "pictures" / "figure-6.json").read_text())["lines"]["1"]["seeds"] == [0, 1, 2]
+    for folders, says in ((("b", "c"), "b and c both hold seed 2"), (("a", "d"), "a and d differ in dropout")):
+        for command in (("claims", *folders), ("figure", 6, "--runs", folders[0], "--runs", folders[1])):
+            refused = run(*command, cwd=tmp_path, status=2)
+            assert says in refused.stderr
+            assert len(refused.stderr.splitlines()) == 1
+
+
 def test_one_model_is_trained(tmp_path, text):
     done = run("train", "laptop", "--data", text, "--steps", 20, "--kappa-2", "10", *SMALL, cwd=tmp_path)
     assert "k10-s0" in done.stdout

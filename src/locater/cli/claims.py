@@ -16,7 +16,10 @@ __all__ = ["claims_command"]
 
 
 def claims_command(
-    runs: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a sweep.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="The folder of a sweep; several are one if only their seeds differ."),
+    ],
     seeds_from: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="A sweep of several seeds, for the spread where this one has a single seed."),
@@ -32,7 +35,8 @@ def claims_command(
     if markdown is not None:
         write_file(markdown, (claims_markdown(runs, noise=noise).rstrip() + "\n").encode())
     if json_file is not None:
-        terminal.write_json(json_file, {"runs": str(runs), "claims": [asdict(claim) for claim in found]})
+        named = [str(folder) for folder in runs]
+        terminal.write_json(json_file, {"runs": named, "claims": [asdict(claim) for claim in found]})
     if json_file != "-":
         rows = [{"the paper says": c.statement, "where": c.where, "measured": c.measured, "": c.verdict} for c in found]
         terminal.out().print(terminal.table(rows, ""))

@@ -17,7 +17,8 @@ def figure_command(
     which: Annotated[str, typer.Argument(help="1 to 12, the paper's numbering; of softmax: spectra, regimes.")],
     out: OutOption = Path("figures"),
     runs: Annotated[
-        Path | None, typer.Option("--runs", metavar="DIR", help="For 6 to 12: the folder of a sweep.")
+        list[Path] | None,
+        typer.Option("--runs", metavar="DIR", help="For 6 to 12: the folder of a sweep; again for its other seeds."),
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -26,7 +27,7 @@ def figure_command(
 
     figure = int(which) if which.isdecimal() and len(which) < 9 else which
     with terminal.progress(f"figure {which}") as progress:
-        written = draw(figure, out, progress, runs=runs)
+        written = draw(figure, out, progress, runs=runs or None)
     if json_file is not None:
         terminal.write_json(json_file, {"figure": figure, "files": [str(path) for path in written]})
     if json_file != "-":

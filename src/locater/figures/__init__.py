@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from locater.figures._paper import Drawing, Progress
+    from locater.lab.claims.series import Folders
     from locater.measure import Prediction
     from locater.measure.reading import Reading
     from locater.models import Scan
@@ -58,11 +59,11 @@ def draw(
     which: int | str,
     out: str | Path,
     progress: Callable[[float], None] | None = None,
-    runs: str | Path | None = None,
+    runs: Folders | None = None,
 ) -> list[Path]:
     """Draws a figure of the paper, by its number, or one of `OF_SOFTMAX` into the folder `out`: PNG, SVG and JSON.
 
-    All three, or none. Figures 6 to 12 show the sweep in the folder `runs`.
+    All three, or none. Figures 6 to 12 show the sweep in `runs`: a folder, or several that differ in their seeds alone.
     """
     if which not in (*FIGURES, *OF_SOFTMAX):
         raise LocaterError(f"figure must be one of {', '.join(map(str, (*FIGURES, *OF_SOFTMAX)))}, got {which}")
@@ -132,7 +133,7 @@ def _from_theory(which: int | str) -> Callable[[Progress], Drawing]:
     return make
 
 
-def _from_runs(number: int, runs: str | Path | None) -> Callable[[Progress], Drawing]:
+def _from_runs(number: int, runs: Folders | None) -> Callable[[Progress], Drawing]:
     """Reads the runs, so that those which do not fit leave no folder behind."""
     if runs is None:
         raise LocaterError(

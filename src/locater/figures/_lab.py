@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from locater.errors import LocaterError
 from locater.figures._paper import BLACK, BLUE, Drawing, Progress
 from locater.io import nulled
-from locater.lab.claims.series import FIGURE_OF, Sweep, kappa_name, read_sweep
+from locater.lab.claims.series import FIGURE_OF, Folders, Sweep, kappa_name, read_sweep
 from locater.lab.claims.statistics import Array, stripes
 
 PANELS = (
@@ -29,12 +29,12 @@ PANELS = (
 TOP = 3.0  # D ends at this multiple of the lowest perplexity: an untrained model's is hundreds of times as high
 
 
-def sweep_for(number: int, runs: str | Path) -> Sweep:
-    """The sweep a figure shows, if the folder holds it."""
+def sweep_for(number: int, runs: Folders) -> Sweep:
+    """The sweep a figure shows, if these folders hold it."""
     model = (128, 1) if number == 7 else next(model for model, figure in FIGURE_OF.items() if figure == number)
     sweep = read_sweep(runs, model)
     if number == 7 and not sweep.of(1.0).keys() & sweep.of(None).keys():
-        raise LocaterError(f"figure 7 needs κ₂ = 1 and no LocAteR with the same seed, {runs} has none")
+        raise LocaterError("figure 7 needs κ₂ = 1 and no LocAteR with the same seed: train one with both")
     return sweep
 
 

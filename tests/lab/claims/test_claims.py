@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from scipy.stats import ttest_1samp
 from test_lab_figures import PAPER, Synthetic, records, synthetic_run
 
 from locater import LocaterError
@@ -303,6 +304,122 @@ def test_a_sweep_differs_in_strength_and_seed_only(tmp_path):
         synthetic_run(tmp_path / "two" / name, kappas=(1.0,), seeds=(0,), records=4, width=width)
     with pytest.raises(LocaterError, match="give the folder of one sweep"):
         claims(tmp_path / "two")
+
+
+# ---------------------------------------------------------------------- several folders of one sweep
+
+
+@pytest.fixture(scope="module")
+def by_seed(tmp_path_factory):
+    """The true sweep, seed 0 in one folder and the others in another."""
+    root, kappas = tmp_path_factory.mktemp("by seed"), (*PAPER, 10.0, 100.0)
+    return [
+        synthetic_run(root / f"seeds {seeds}" / "group-00", kappas=kappas, seeds=seeds).parent
+        for seeds in ((0,), (1, 2))
+    ]
+
+
+def test_folders_of_seeds_are_one_sweep_in_any_order(folders, by_seed):
+    whole = claims(folders["true"])
+    assert claims(by_seed) == claims(by_seed[::-1]) == whole
+    assert whole[1].evidence["seeds"] == 3
+    assert claims_markdown(by_seed) == claims_markdown(folders["true"])
+
+
+def test_the_interval_said_is_the_one_judged_by(by_seed):
+    for claim in claims(by_seed):
+        if "relative_change" in claim.evidence:
+            changes = claim.evidence["relative_change"]
+            low, high = ttest_1samp(changes, 0).confidence_interval(0.95)
+            assert claim.evidence["interval"] == pytest.approx([low, high])
+            assert f"{100 * np.mean(changes):+.2f}% ± {50 * (high - low):.2f} ".replace("-", "−") in claim.measured
+            assert bool(claim.evidence["ends_told"]) == (low > 0 or high < 0)
+
+
+def test_a_rank_correlation_whose_interval_contains_zero_cannot_tell(tmp_path):
+    def unlike(record):
+        """In one of two seeds κ₂ = 1 has the largest residual, not the third largest."""
+        return record | ({"rank_residual": [0.95, 0.99]} if record["member"] == "k1-s1" else {})
+
+    folder = synthetic_run(tmp_path / "run", kappas=(0.0, 1e-2, 1e-1, 1.0, 10.0, 100.0), seeds=(0, 1))
+    assert judged(folder)(RANK).verdict == "reproduced"
+    found = judged(changed(folder, tmp_path / "unlike", unlike))(RANK)
+    assert max(found.evidence["rank_correlation"]) < -0.8
+    assert found.evidence["interval"][0] < 0 < found.evidence["interval"][1]
+    assert found.verdict == "cannot tell"
+
+
+def with_run(folder, target, change):
+    """A copy of a synthetic run whose run.json `change` has changed."""
+    copy = changed(folder, target, lambda record: record)
+    run = json.loads((copy / "run.json").read_text())
+    change(run)
+    (copy / "run.json").write_text(json.dumps(run))
+    return copy
+
+
+def setting(name, value):
+    def change(run):
+        (run["config"]["model"] if name in run["config"]["model"] else run["config"])[name] = value
+
+    return change
+
+
+def of_members(name, value):
+    def change(run):
+        for member in run["members"]:
+            member[name] = value
+
+    return change
+
+
+DIFFERENCES = {
+    "batch": setting("batch", 32),
+    "dropout": setting("dropout", 0.2),
+    "precision": setting("precision", "bf16"),
+    "record_every": setting("record_every", 500),
+    "steps": setting("steps", 60_000),
+    "text": setting("data", "elsewhere"),
+    "learning_rate": of_members("learning_rate", 1e-3),
+    "target": of_members("target", 2.0),
+    "κ₂": lambda run: run.update(members=[member for member in run["members"] if member["kappa_2"] != 100]),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_folders_that_differ_in_more_than_seeds_are_refused_by_the_name_of_what_differs(by_seed, tmp_path, name):
+    other = with_run(by_seed[1] / "group-00", tmp_path / "other", DIFFERENCES[name])
+    with pytest.raises(
+        LocaterError, match=rf"differ in {name}; folders are one sweep only if .* but their seeds$"
+    ) as said:
+        claims([by_seed[0], other])
+    assert str(by_seed[0]) in str(said.value)
+    assert str(other) in str(said.value)
+
+
+def test_how_often_checkpoints_were_written_and_where_the_text_lay_does_not_matter(by_seed, tmp_path):
+    def same_text(run):
+        run["corpus"] = "8296048177e57c56"
+
+    def elsewhere(run):
+        same_text(run)
+        setting("data", "elsewhere")(run)
+        setting("checkpoint_every", 7)(run)
+
+    parts = [
+        with_run(folder / "group-00", tmp_path / f"{seeds}", change)
+        for seeds, folder, change in zip("ab", by_seed, (same_text, elsewhere), strict=True)
+    ]
+    assert claims(parts) == claims(by_seed)
+
+
+def test_a_seed_in_two_folders_is_refused(folders, by_seed):
+    with pytest.raises(LocaterError, match=r"both hold seed 1; "):
+        claims([*by_seed, folders["true"]][1:])
+    with pytest.raises(LocaterError, match=r"both hold seed 0; "):
+        claims([by_seed[0], by_seed[0]])
+    with pytest.raises(LocaterError, match="no folder"):
+        claims([])
 
 
 def test_the_page_has_a_row_a_claim(folders):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy.stats import spearmanr
+from scipy.stats import spearmanr, ttest_1samp
 
 from locater.lab.claims.statistics import (
     broken_line,
+    mean_interval,
     minimum,
     rank_correlations,
     sign_of_difference,
@@ -102,16 +103,32 @@ def test_a_constant_or_infinite_series_has_no_rank_correlation():
 @pytest.mark.parametrize(
     ("stronger", "sign"),
     [
-        ((1.1, 1.1, 1.2), 1),
-        ((0.9, 0.8, 0.9), -1),
-        ((1.1, 0.9, 1.2), 0),  # the seeds disagree
-        ((1.01, 1.01, 1.5), 0),  # they agree, but their spread is larger than their mean
+        ((1.1, 1.1, 1.15), 1),
+        ((0.9, 0.85, 0.9), -1),
+        ((1.1, 1.1, 1.2), 0),  # the seeds agree, but t is 4.0, below 4.3
+        ((1.1, 0.9, 1.2), 0),  # they disagree
+        ((1.1, 1.15), 0),  # two seeds need t above 12.7: this is 5
+        ((1.1, 1.105), 1),
         ((1.1, np.nan, 1.1), 0),
         ((1.1, np.inf, 1.1), 0),
     ],
 )
-def test_strengths_differ_where_all_seeds_say_so(stronger, sign):
-    assert sign_of_difference(np.ones(3), np.array(stronger), None) == sign
+def test_strengths_differ_where_the_interval_over_seeds_excludes_zero(stronger, sign):
+    assert sign_of_difference(np.ones(len(stronger)), np.array(stronger), None) == sign
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_an_interval_over_seeds_is_student_s(seeds):
+    values = np.random.default_rng(seeds).normal(size=(seeds, 4))
+    mean, half = mean_interval(values)
+    low, high = ttest_1samp(values, 0).confidence_interval(0.95)
+    np.testing.assert_allclose([mean - half, mean + half], [low, high])
+    np.testing.assert_array_equal(mean_interval(values[:1])[1], np.inf)  # one seed says nothing of the spread
+
+
+def test_a_change_is_paired_by_seed():
+    weaker, change = np.array([100.0, 200.0, 400.0]), np.array([0.98, 0.981, 0.979])  # seeds differ by far more
+    assert sign_of_difference(weaker, weaker * change, None) == -1
 
 
 def test_one_seed_differs_by_more_than_the_noise_or_not_at_all():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,9 @@ from locater.lab.claims.statistics import Array, relative_change
 from locater.lab.config import FREE_TO_COMPARE, Config, Member
 from locater.lab.runs.records import Run, read_metrics, read_runs
 
-__all__ = ["FIGURE_OF", "Sweep", "kappa_name", "read_sweep", "seed_spread"]
+__all__ = ["FIGURE_OF", "Folders", "Sweep", "kappa_name", "read_sweep", "seed_spread"]
+
+Folders: TypeAlias = str | Path | Sequence[str | Path]  # of one sweep, or of its seeds a few at a time
 
 FIGURE_OF = {(128, 1): 6, (32, 1): 8, (32, 3): 9, (32, 6): 10, (128, 3): 11, (128, 6): 12}
 """The paper's figure of a model's width and layers."""
@@ -99,17 +101,20 @@ def seed_spread(folder: str | Path) -> dict[str, float]:
     return spreads
 
 
-def read_sweep(folder: str | Path, model: tuple[int, int] | None = None) -> Sweep:
+def read_sweep(folders: Folders, model: tuple[int, int] | None = None) -> Sweep:
     """The members read as the figures' and those without LocAteR, from runs of one configuration.
 
-    `model` is a width and a number of layers: runs of others in the folder are passed over.
+    Folders that differ in nothing but their seeds are read as one. `model` is a width and a number of layers: runs of
+    others in a folder are passed over.
     """
-    runs = _comparable_runs(folder, model)
-    chosen = _chosen(folder, runs)
-    config = runs[0].config.changed(
-        steps=max(run.config.steps for run in runs),
-        probe_blocks=runs[0].about.get("probed", runs[0].config.probe_blocks),  # a short text has fewer
-    )
+    parts = [_part(folder, model) for folder in ([folders] if isinstance(folders, str | Path) else folders)]
+    if not parts:
+        raise LocaterError("there is no folder to read a sweep from")
+    _check_seeds_alone_differ(parts)
+    runs = [run for part in parts for run in part.runs]
+    lines = {line: found for part in parts for line, found in part.lines.items()}
+    chosen = [lines[line] for line in sorted(lines, key=lambda line: (-1.0 if line[0] is None else line[0], line[1]))]
+    config = parts[0].config
     records = [(run.folder, each) for run in runs for each in read_metrics(run.folder).to_dict("records")]
     steps = sorted({record["step"] for _, record in records})
     shape, heads = (len(chosen), len(steps)), (config.model.layers * config.model.heads, config.model.tokens)
@@ -127,6 +132,55 @@ def read_sweep(folder: str | Path, model: tuple[int, int] | None = None) -> Swee
             rho[at] = measured.reshape(heads)
     named = dict(zip(_QUANTITIES, values, strict=True))
     return Sweep(config, members, np.array(steps, dtype=np.int64), recorded, named, rho)
+
+
+class _Part(NamedTuple):
+    """What a folder holds of a sweep."""
+
+    folder: str | Path
+    runs: list[Run]
+    lines: dict[tuple[float | None, int], tuple[Run, Member]]  # by κ₂ and seed
+
+    @property
+    def config(self) -> Config:
+        first = self.runs[0]
+        probed = first.about.get("probed", first.config.probe_blocks)  # a short text has fewer
+        return first.config.changed(steps=max(run.config.steps for run in self.runs), probe_blocks=probed)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that was chosen but the seeds, by name; how often checkpoints were written changes nothing."""
+        config, members = self.config, [member for _, member in self.lines.values()]
+        with_locater = [member for member in members if member.kappa_2 is not None]
+        shared = asdict(config) | asdict(config.model)
+        return {
+            **{name: value for name, value in shared.items() if name not in ("model", "data", "checkpoint_every")},
+            "text": self.runs[0].about.get("corpus", config.data),
+            "κ₂": {member.kappa_2 for member in members},
+            **{name: {getattr(member, name) for member in members} for name in ("learning_rate", "decay")},
+            **{name: {getattr(member, name) for member in with_locater} for name in ("mean_strength", "target")},
+        }
+
+
+def _part(folder: str | Path, model: tuple[int, int] | None) -> _Part:
+    runs = _comparable_runs(folder, model)
+    return _Part(folder, runs, _chosen(folder, runs))
+
+
+def _check_seeds_alone_differ(parts: Sequence[_Part]) -> None:
+    held: dict[int, str | Path] = {}
+    expected = parts[0].settings
+    for part in parts:
+        apart = [name for name, value in part.settings.items() if value != expected[name]]
+        if apart:
+            raise LocaterError(
+                f"{parts[0].folder} and {part.folder} differ in {', '.join(apart)}; folders are one sweep only if they "
+                "differ in nothing but their seeds"
+            )
+        for seed in sorted({seed for _, seed in part.lines}):
+            if seed in held:
+                raise LocaterError(f"{held[seed]} and {part.folder} both hold seed {seed}; give each seed once")
+            held[seed] = part.folder
 
 
 def _comparable_runs(folder: str | Path, model: tuple[int, int] | None) -> list[Run]:
@@ -158,7 +212,7 @@ def _measured(record: Mapping[Any, Any], member: Member) -> tuple[Any, ...]:
     return trace.mean(), gap.mean(), scale.mean(), entropy.mean(), perplexity, residual.flat[-1]
 
 
-def _chosen(folder: str | Path, runs: Sequence[Run]) -> list[tuple[Run, Member]]:
+def _chosen(folder: str | Path, runs: Sequence[Run]) -> dict[tuple[float | None, int], tuple[Run, Member]]:
     """A member for each κ₂ and seed, that differ in nothing else."""
     found: dict[tuple[float | None, int], tuple[Run, Member]] = {}
     for run in runs:
@@ -180,8 +234,7 @@ def _chosen(folder: str | Path, runs: Sequence[Run]) -> list[tuple[Run, Member]]
     apart_with = {(member.mean_strength, member.target) for member in members if member.kappa_2 is not None}
     if len(apart) > 1 or len(apart_with) > 1:
         raise LocaterError(f"the members in {folder} differ in more than κ₂ and the seed; a figure compares these only")
-    order = sorted(found, key=lambda line: (-1.0 if line[0] is None else line[0], line[1]))
-    return [found[line] for line in order]
+    return found
 
 
 def _shape(width: int, layers: int) -> str:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 __all__ = [
     "Array",
     "broken_line",
+    "mean_interval",
     "minimum",
     "phases",
     "rank_correlations",
@@ -22,6 +23,7 @@ __all__ = [
 
 Array: TypeAlias = NDArray[np.float64]
 
+CONFIDENCE = 0.95  # of an interval over seeds
 MATERIAL = 0.1  # of the whole change: a smaller step back does not break a trend
 PHASES_REMOVE = 0.75  # of a straight line's squared residuals, by breaking it
 PHASES_STAY = 1.25  # factor by which a bend may move when only a part of training is seen
@@ -30,24 +32,32 @@ PHASES_STAY = 1.25  # factor by which a bend may move when only a part of traini
 # ---------------------------------------------------------------------- strengths, compared by seed
 
 
+def mean_interval(values: Array) -> tuple[Array, Array]:
+    """The mean of values (seeds, …) over seeds and half the width of its 95% interval, Student's: infinite for one."""
+    from scipy.stats import t
+
+    seeds = len(values)
+    with np.errstate(invalid="ignore"):
+        mean = np.asarray(values.mean(0))
+        if seeds == 1:
+            return mean, np.full_like(mean, np.inf)
+        return mean, t.ppf((1 + CONFIDENCE) / 2, seeds - 1) * values.std(0, ddof=1) / np.sqrt(seeds)
+
+
 def sign_of_difference(weaker: Array, stronger: Array, noise: float | None) -> NDArray[np.int64]:
     """+1 where `stronger` (seeds, …) is higher, −1 where lower, 0 where the seeds leave it open.
 
-    Several seeds: all differences have one sign and their mean exceeds twice their standard deviation. A single one:
-    the difference exceeds `noise`, in units of `weaker`; None is not known, and leaves everything open.
+    Several seeds: the interval of their relative changes, paired by seed, excludes 0. A single one: its relative change
+    exceeds `noise`; None is not known, and leaves everything open.
     """
-    with np.errstate(invalid="ignore"):
-        difference = stronger - weaker
-        mean = difference.mean(0)
-        if len(difference) > 1:
-            one_sign = (np.sign(difference) == np.sign(difference[0])).all(0)
-            differ = one_sign & (np.abs(mean) > 2 * difference.std(0, ddof=1))
-        else:
-            differ = np.abs(mean) > (np.inf if noise is None else noise * np.abs(weaker[0]))
-        return np.where(differ & np.isfinite(mean), np.sign(mean), 0).astype(np.int64)
+    mean, half = mean_interval(relative_change(weaker, stronger))
+    if len(weaker) == 1 and noise is not None:
+        half = np.full_like(half, noise)
+    return np.where(np.isfinite(mean) & (np.abs(mean) > half), np.sign(mean), 0).astype(np.int64)
 
 
 def relative_change(weaker: Array, stronger: Array) -> Array:
+    """Of quantities that are positive."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.asarray(stronger / weaker - 1)
 

@@ -2,13 +2,14 @@
 
 Verdicts are three words: reproduced, not reproduced, cannot tell. What makes them:
 
-- Two strengths differ only if the seeds say so: the differences, paired by seed, are all of one sign and their mean
-  exceeds twice their standard deviation (for three seeds t > 3.5, a two-sided p below 0.08). With a single seed, a
-  difference must exceed `noise`, the relative spread between seeds measured in another sweep (`seed_spread`); without
-  one, everything is left open.
+- Two strengths differ only if the seeds say so: Student's 95% interval of the relative change, paired by seed, excludes
+  0 (t > 4.3 for three seeds, 12.7 for two). With a single seed, a difference must exceed `noise`, the relative spread
+  between seeds measured in another sweep (`seed_spread`); without one, everything is left open.
 - A trend over the paper's five strengths is reproduced if κ₂ = 0 and 1 differ as claimed and no step between
   neighbours goes the other way by more than the seeds' spread and a tenth of the whole change. Neighbours that do not
   differ do not break it: 0 and 10⁻³ hardly do.
+- A rank correlation over strengths counts if it is at least 0.5 in each seed and its interval over seeds excludes 0;
+  with a single seed, if it is at least 0.9.
 - What is read off a curve over training is judged at records 1, 2 and 3 fiftieths of training apart, whatever else was
   recorded. Where these disagree, the verdict would depend on how often one looks: "cannot tell".
 - A strength that was not trained, or a sweep that has not come to its end, gives "cannot tell".
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,8 +26,16 @@ from numpy.typing import NDArray
 
 from locater.errors import LocaterError
 from locater.io import nulled
-from locater.lab.claims.series import FIGURE_OF, Sweep, kappa_name, read_sweep
-from locater.lab.claims.statistics import minimum, phases, rank_correlations, sign_of_difference, stripes, trend
+from locater.lab.claims.series import FIGURE_OF, Folders, Sweep, kappa_name, read_sweep
+from locater.lab.claims.statistics import (
+    mean_interval,
+    minimum,
+    phases,
+    rank_correlations,
+    sign_of_difference,
+    stripes,
+    trend,
+)
 from locater.lab.config import PAPER_KAPPAS
 
 __all__ = ["Claim", "claims", "claims_markdown"]
@@ -40,7 +48,7 @@ REPRODUCED, NOT_REPRODUCED, CANNOT_TELL = "reproduced", "not reproduced", "canno
 THROUGHOUT = 0.95  # of the recorded steps is "entirely"
 HELD = 0.1  # tr W_QK this close to its target is held there
 SALIENT = 0.05  # stripes of this contrast, in units of ρ, can be seen
-CORRELATED = 0.5  # rank correlation that counts, if several seeds have it
+CORRELATED = 0.5  # rank correlation that counts, if each of several seeds has it
 CORRELATED_ONE_SEED = 0.9  # and if there is a single one
 PHASES_AT = 10_000
 SPACINGS = (1, 2, 3)  # fiftieths of training between records: 50, 25 and 16 records
@@ -59,9 +67,9 @@ class Claim:
     evidence: dict[str, Any]  # plain numbers, words and lists
 
 
-def claims(folder: str | Path, *, noise: Noise = None) -> list[Claim]:
-    """The claims of Section 7 and Appendix D against the sweep in this folder."""
-    sweep = read_sweep(folder).shared()
+def claims(folders: Folders, *, noise: Noise = None) -> list[Claim]:
+    """The claims of Section 7 and Appendix D against a sweep: a folder, or several that differ in their seeds alone."""
+    sweep = read_sweep(folders).shared()
     end, model = int(sweep.steps[-1]), sweep.config.model
     alike = model.norm == "post" and model.positions == "sines" and model.heads == 1
     number = FIGURE_OF.get((model.width, model.layers)) if alike else None
@@ -79,10 +87,10 @@ def claims(folder: str | Path, *, noise: Noise = None) -> list[Claim]:
     return made
 
 
-def claims_markdown(folder: str | Path, *, noise: Noise = None) -> str:
+def claims_markdown(folders: Folders, *, noise: Noise = None) -> str:
     """The table for a page."""
     lines = ["| the paper says | where | measured | verdict |", "|---|---|---|---|"]
-    for claim in claims(folder, noise=noise):
+    for claim in claims(folders, noise=noise):
         cells = (claim.statement, claim.where, claim.measured, f"**{claim.verdict}**")
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
@@ -132,7 +140,8 @@ def _trend(quantity: str, sign: int, kappas: Sequence[float | None]) -> Callable
             f"{signs[step]} {mean:.4g}" for step, mean in zip(found.steps, found.means[1:], strict=True)
         )
         names = ", ".join(map(kappa_name, kappas))
-        change = _signed(float(found.change.mean()), "+.2%")
+        mean, half = mean_interval(found.change)
+        change = _signed(float(mean), "+.2%") + (f" ± {100 * half:.2f}" if seeds > 1 else "")
         why = ", and no noise to compare with" if no_yardstick else ""
         measured = f"κ₂ = {names}: {chain}; {change} from first to last ({_count(seeds)}{why})"
         evidence = {
@@ -143,6 +152,7 @@ def _trend(quantity: str, sign: int, kappas: Sequence[float | None]) -> Callable
             "steps_told": found.steps,
             "ends_told": found.ends,
             "relative_change": found.change,
+            "interval": [float(mean - half), float(mean + half)],
             "noise": level,
         }
         return measured, _verdict(holds, found.ends != 0), evidence
@@ -203,7 +213,9 @@ def _at_each_spacing(test: Callable[[Sweep, Noise], Finding]) -> Callable[[Sweep
         if len(set(verdicts.values())) > 1:
             by_spacing = ", ".join(f"{each} at records every {spacing:,}" for spacing, each in verdicts.items())
             measured, verdict = f"{measured}; depends on how often one looks: {by_spacing}", CANNOT_TELL
-        return measured, verdict, evidence | {"verdict_at_spacing": {str(k): v for k, v in verdicts.items()}}
+        at_spacing = {str(spacing): each for spacing, (_, _, each) in found.items()}
+        spaced_evidence = {"verdict_at_spacing": {str(k): v for k, v in verdicts.items()}, "at_spacing": at_spacing}
+        return measured, verdict, evidence | spaced_evidence
 
     return judged
 
@@ -265,11 +277,14 @@ def _falls_with_scale(quantity: str) -> Callable[[Sweep, Noise], Finding]:
             raise UndecidedError(f"needs four strengths to rank, has {len(kappas)}")
         rows, seeds = _paired(sweep, kappas)
         found = rank_correlations(*(sweep.values[name][rows.T, -1] for name in ("scale", quantity)))  # (seed,)
-        bar = CORRELATED if seeds > 1 else CORRELATED_ONE_SEED
+        mean, half = mean_interval(found)
+        bar, told = (CORRELATED, bool(abs(mean) > half)) if seeds > 1 else (CORRELATED_ONE_SEED, True)
         chain = ", ".join(_signed(value, "+.2f") for value in found)
-        measured = f"rank correlation over {len(kappas)} strengths {chain} ({_count(seeds)})"
-        verdict = _verdict(bool((found <= -bar).all()), bool((found >= bar).all()))
-        return measured, verdict, {"seeds": seeds, "kappa_2": kappas, "rank_correlation": found}
+        over = f", mean {_signed(float(mean), '+.2f')} ± {half:.2f}" if seeds > 1 else ""
+        measured = f"rank correlation over {len(kappas)} strengths {chain}{over} ({_count(seeds)})"
+        verdict = _verdict(told and bool((found <= -bar).all()), told and bool((found >= bar).all()))
+        evidence = {"seeds": seeds, "kappa_2": kappas, "rank_correlation": found}
+        return measured, verdict, evidence | {"interval": [float(mean - half), float(mean + half)]}
 
     return test
 

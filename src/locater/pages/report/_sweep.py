@@ -73,8 +73,10 @@ def summary_section(found: Found, _: float) -> dict[str, Any]:
 def claims_section(found: Found, _: float) -> dict[str, Any]:
     """What `locater claims --json` writes."""
     rows = [_claim_row(*(row.get(name) for name in _CLAIM)) for row in found.content["claims"]]
-    runs = short(found.content["runs"])
-    head = {"kind": "claims", "title": f"claims: {Path(runs).name or runs}", "source": str(found.path), "facts": []}
+    runs = found.content["runs"]
+    folders = [short(each) for each in (runs if isinstance(runs, list) else [runs])]
+    title = f"claims: {' and '.join(Path(each).name or each for each in folders)}"
+    head = {"kind": "claims", "title": title, "source": str(found.path), "facts": []}
     return {**head, "notes": list(found.notes), "claims": rows}
 
 
