@@ -750,7 +750,7 @@ def test_modules_together_have_the_logits_they_have_alone(monkeypatch, family, s
         torch.testing.assert_close(found.flatten(0, 1), alone.transpose(0, 1), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "gemma3"])
 def test_modules_together_make_the_steps_they_make_alone(monkeypatch, family):
     torch.manual_seed(0)
     models = [build(family)]
@@ -758,7 +758,7 @@ def test_modules_together_make_the_steps_they_make_alone(monkeypatch, family):
     for index, model in enumerate(models):
         monkeypatch.setattr(_bounded, "_SMALL", 1 << 30 if index else 0)
         if index == 2:
-            monkeypatch.setattr(decoupled, "alike", lambda _: False)
+            monkeypatch.setattr(decoupled, "alike", lambda *_: False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         DecoupledLocAteR(model, change=1e-2, spread=0.3).attach(optimizer)
         model.eval()  # no dropout

@@ -110,17 +110,16 @@ def test_what_is_not_finite_and_single_tokens_have_no_moments():
 
 def wide(family):
     """A model whose heads are wide enough for kernels."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    if family == "gpt2":
-        return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, n_positions=16))
-    config, kind = (LlamaConfig, LlamaForCausalLM) if family == "llama" else (Qwen2Config, Qwen2ForCausalLM)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return kind(config(hidden_size=64, num_hidden_layers=2, intermediate_size=64, vocab_size=50, **heads))
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+    if family != "gpt2":
+        sizes |= {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 16}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
 
 
 @runs
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
 def test_steps_by_kernels_are_those_without(monkeypatch, family):
     torch.manual_seed(0)
     models = [wide(family).to(DEVICE)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ class Modules(Bounded):
         parts = [[projections(member)[index] for member in members] for index in (0, 1)]
         views = [[one.view(one.tensor.detach()) for one in both] for both in parts]
         small = len(members) > 1 and sum(x.numel() * x.itemsize for both in views for x in both) <= _SMALL
+        self._norms = [[one.query_norm for one in members], [one.key_norm for one in members]]
         self._kernels = supported(views[0], views[1], None, None)
         self._weights = [Weights(part, kernels=self._kernels, stacked=small) for part in parts]
         self._dtype = product_type(views[0][0])
@@ -135,16 +136,19 @@ class Modules(Bounded):
             self._old, self._before, self._states = [], [], None
 
     def _rule(self, rule: Decoupled, factor: Tensor | float, every: int) -> Factors:
-        return _factors(rule, self._moments, self.initial, factor, every, (self._trained[0], self._trained[1]))
+        # a norm takes out what its input is multiplied by
+        acts = [trained and norms[0] is None for trained, norms in zip(self._trained, self._norms, strict=False)]
+        return _factors(rule, self._moments, self.initial, factor, every, (acts[0], acts[1]))
 
     def _copy(self) -> None:
         assert self._states is not None
         both = [one.copy_and_project(self._states) for one in self._weights]
-        self._old, self._before = [old for old, _ in both], [rows for _, rows in both]
+        self._old, self._before = [old for old, _ in both], self._normalised([rows for _, rows in both])
 
     def _compare(self) -> None:
         assert self._states is not None
-        after, rope = [one.project(self._states) for one in self._weights], self._first.rope
+        after = self._normalised([one.project(self._states) for one in self._weights])
+        rope = self._first.rope
         if rope is not None and self._rotation is None:
             self._rotation = rope.angles(torch.arange(after[0].shape[-2], device=after[0].device), after[0].dtype)
         if self._kernels:
@@ -152,6 +156,17 @@ class Modules(Bounded):
             self._moments = moments(self._before, after, self._first.scale, self._rotation, interleaved)
         else:
             self._moments = logit_moments(self._logits(*self._before), self._logits(*after))
+
+    def _normalised(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Queries and keys (S, G, R, B, n, K), with the gains of now."""
+        made = []
+        for x, norms in zip(rows, self._norms, strict=True):
+            if (norm := norms[0]) is not None:
+                gains = [one.stored for one in norms if one is not None and one.stored is not None]
+                stacked = torch.stack(gains)[:, None, None, None, None].to(x.dtype) if gains else None
+                x = replace(norm, stored=stacked)(x)
+            made.append(x)
+        return made
 
     def _logits(self, q: Tensor, k: Tensor) -> Tensor:
         """(S, G, R, B, n, n)."""

@@ -150,17 +150,25 @@ def _normal(width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.randn(SEQUENCES, TOKENS, width, generator=made, dtype=dtype).to(device)
 
 
-def alike(members: Sequence[Attention]) -> bool:
-    """Whether all that differs between modules is numbers in their weights."""
-    first = members[0]
+def alike(one: Attention, other: Attention) -> bool:
+    """Whether all that differs between two modules of one shape is numbers in their weights and gains. One that is not
+    like itself is worked on alone."""
+    plain = all(each.query_gain is None and each.one_input and not _two_widths(each) for each in (one, other))
+    parts = (*projections(one), *projections(other))
+    whole = not any(is_sharded(part.tensor) or part.computed for part in parts)
+    norms = _same_norm(one.query_norm, other.query_norm) and _same_norm(one.key_norm, other.key_norm)
+    return plain and whole and norms and _same_rope(one.rope, other.rope)
 
-    def same(one: Attention) -> bool:
-        plain = one.query_norm is None and one.key_norm is None and one.query_gain is None
-        plain = plain and one.one_input and not _two_widths(one)
-        whole = not any(is_sharded(part.tensor) or part.computed for part in projections(one))
-        return plain and whole and _same_rope(one.rope, first.rope)
 
-    return all(map(same, members))
+def _same_norm(a: Norm | None, b: Norm | None) -> bool:
+    if a is None or b is None:
+        return a is b
+
+    def kind(norm: Norm) -> tuple[Any, ...]:
+        return norm.eps, norm.centred, norm.base, norm.joint, norm.stored is None or norm.stored.shape
+
+    one_gain_a_coordinate = a.stored is None or (a.stored.ndim == 1 and not is_sharded(a.stored))
+    return kind(a) == kind(b) and one_gain_a_coordinate and not a.joint and not a.after_rope and a.bias is None
 
 
 def _same_rope(a: Rope | None, b: Rope | None) -> bool:

@@ -92,7 +92,10 @@ class DecoupledLocAteR(Regulariser):
         self._moments: list[tuple[list[str], Tensor]] = []  # modules, and theirs (S, G, R, 3), of the last step
 
     def _grouped(self) -> Groups[Group]:
-        return Groups([self._states.measured(one) for one in self.attentions], Group)
+        measured = [self._states.measured(one) for one in self.attentions]
+        norms = [norm for one in measured for norm in (one.query_norm, one.key_norm)]
+        self._gains = [norm.stored for norm in norms if norm is not None and norm.stored is not None]
+        return Groups(measured, Group)
 
     @property
     def change(self) -> float:
@@ -132,7 +135,7 @@ class DecoupledLocAteR(Regulariser):
         # a rate of 0 freezes, too; on a device, it is not asked for
         rates = (group.get("lr") for group in optimizer.param_groups)
         still = [isinstance(rate, int | float) and rate == 0 for rate in rates]
-        tensors = [(t.data_ptr(), t.dtype, t.requires_grad) for t in self._groups.tensors]
+        tensors = [(t.data_ptr(), t.dtype, t.requires_grad) for t in (*self._groups.tensors, *self._gains)]
         made_of = tensors, still, held.size(), self._states.kinds()
         if plan.made_of != made_of:
             plan.made_of, plan.work = None, []  # which frees what it held, and is made anew if this fails
@@ -148,28 +151,32 @@ class DecoupledLocAteR(Regulariser):
             trained = [index is not None and not still[index] for index in (*group.rates, *group.biases)]
             if not any(trained[:2]):
                 continue
-            for members in self._of_one_sample(group, written):
+            for members in self._of_one_kind(group, written):
                 initial = torch.stack([self._initial_of(member) for member in members])
                 sources = [self._states.source(member) for member in members]
                 self._initial |= zip((plain_name(member.module) for member in members), initial, strict=True)
-                if alike(members):
+                if alike(members[0], members[0]):
                     yield Modules(members, trained, initial), sources
-                else:
-                    for member, own, source in zip(members, initial.split(1), sources, strict=True):
-                        yield OneModule(member, trained, own, held), [source]
+                else:  # then it is the only one
+                    yield OneModule(members[0], trained, initial, held), sources
 
-    def _of_one_sample(self, group: Group, written: set[int]) -> Iterator[list[Attention]]:
-        """Members with samples of the same shape. Modules that share their weights with one that is worked on already
-        are left out."""
-        by_shape: dict[torch.Size, list[Attention]] = {}
+    def _of_one_kind(self, group: Group, written: set[int]) -> Iterator[list[Attention]]:
+        """Members that are alike, with samples of the same shape. Modules that share their weights with one that is
+        worked on already are left out."""
+        found: list[tuple[torch.Size, list[Attention]]] = []
         for member in group.members:
             plain = [one for one in projections(member) if not (one.others or one.computed)]
             where = {id(one.tensor) if is_sharded(one.tensor) else one.weight.data_ptr() for one in plain}
             if where & written:
                 continue
             written |= where
-            by_shape.setdefault(self._states.of(member).shape, []).append(member)
-        yield from by_shape.values()
+            shape = self._states.of(member).shape
+            kind = next((same for known, same in found if known == shape and alike(same[0], member)), None)
+            if kind is None:
+                found.append((shape, [member]))
+            else:
+                kind.append(member)
+        yield from (members for _, members in found)
 
     def _initial_of(self, attention: Attention) -> Tensor:
         """(G, R); −1 where it is not known yet."""
