@@ -3,8 +3,8 @@
 On a GPU: 12 layers × 12 heads of 64 × 768 (GPT-2 small, a step at 32 × 1,024 tokens) and 32 × 32 heads of 128 × 4096
 (Llama-7B's shape, float32 weights, TF32 products), with extra memory and the ratio to the memory traffic it cannot
 avoid. The decoupled step is timed on Hugging Face's GPT-2 small, and on the attention of Llama 16 × 1024 and of
-Llama-8B's shape, beside AdamW's own (fused), and in the lab's stack of the same shape. A compiled loop in bf16 has it
-beside its rivals. On a CPU: the first, against dense autograd, and the decoupled step.
+Llama-8B's shape, beside AdamW's own (fused). A training loop, compiled or not, has it beside its rivals, on a CPU a
+small one. On a CPU: the first, against dense autograd, and the decoupled step of GPT-2 small.
 
     python benchmarks/locater_cost.py [--only gradient|decoupled|loop]
 """
@@ -20,7 +20,7 @@ from torch import nn
 
 from _cuda import extra_memory
 from locater import LocAteR
-from locater.control import DecoupledLocAteR
+from locater.control import DecoupledLocAteR, QKClip, QKNorm, ZLoss
 
 
 class Projections(nn.Module):
@@ -96,11 +96,11 @@ def bandwidth() -> float:
 
 
 def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor):
-    """One step in bf16 autocast."""
+    """One step, on a GPU in bf16 autocast."""
 
     def run() -> None:
         optimizer.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -199,60 +199,63 @@ def decoupled(name: str, model: nn.Module, device: str, repeats: int) -> float:
     return quiet
 
 
-def loop(rounds: int = 8, steps: int = 20) -> None:
-    """A training step of a Llama of 25 million parameters, bf16, 32 × 512 bytes; methods take turns.
+METHODS = {
+    "AdamW alone": lambda *_: None,
+    "DecoupledLocAteR": lambda model, optimizer: DecoupledLocAteR(model).attach(optimizer),
+    "DecoupledLocAteR(every=10)": lambda model, optimizer: DecoupledLocAteR(model, every=10).attach(optimizer),
+    "QK-norm": lambda model, optimizer: QKNorm().apply(model, optimizer),
+    "QK-clip": lambda model, optimizer: QKClip().apply(model, optimizer),
+    "z-loss": lambda model, optimizer: ZLoss().apply(model, optimizer),
+}
 
-    QK-clip and z-loss look at q and k in every forward, and are not compiled: they are beside a model that is not.
-    """
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    from locater.control import QKClip, QKNorm, ZLoss
+def loop(build, ids: torch.Tensor, compiled: bool, rounds: int, steps: int) -> None:
+    """A training step with each method, taking turns. QK-clip and z-loss look at q and k in every forward, and are not
+    compiled."""
+    runs, kept = {}, []
+    for name in list(METHODS)[: 4 if compiled else None]:
+        torch.manual_seed(0)
+        model = build().to(ids.device).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        kept.append(METHODS[name](model, optimizer))
+        runs[name] = training_step(torch.compile(model) if compiled else model, optimizer, ids)
+        for _ in range(25):  # also those that act on every tenth
+            runs[name]()
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            for _ in range(steps):
+                run()
+            if ids.is_cuda:
+                torch.cuda.synchronize()
+            taken[name].append(1e3 * (time.perf_counter() - start) / steps)
+    plain = statistics.median(taken["AdamW alone"])
+    for name, times in taken.items():
+        middle = statistics.median(times)
+        print(
+            f"  {name}: {middle:.2f} ms a step, {100 * (middle / plain - 1):+.1f}%, {middle - plain:+.2f} ms",
+            flush=True,
+        )
 
+
+def loops(device: str) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    if device == "cpu":
+        print("GPT-2, 2 layers × 64, 8 × 64 tokens:")
+        small = GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=64, vocab_size=256)
+        loop(lambda: GPT2LMHeadModel(small), torch.randint(256, (8, 64)), compiled=False, rounds=20, steps=10)
+        return
     torch.set_float32_matmul_precision("high")
     config = LlamaConfig(
         hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1408,
         vocab_size=256, use_cache=False,
     )  # fmt: skip
-    ids = torch.randint(256, (32, 512), device="cuda")
-    compiled = {
-        "AdamW alone": lambda *_: None,
-        "DecoupledLocAteR": lambda model, optimizer: DecoupledLocAteR(model).attach(optimizer),
-        "DecoupledLocAteR(every=10)": lambda model, optimizer: DecoupledLocAteR(model, every=10).attach(optimizer),
-        "QK-norm": lambda model, optimizer: QKNorm().apply(model, optimizer),
-    }
-    eager = {
-        "AdamW alone": compiled["AdamW alone"],
-        "DecoupledLocAteR": compiled["DecoupledLocAteR"],
-        "QK-clip": lambda model, optimizer: QKClip().apply(model, optimizer),
-        "z-loss": lambda model, optimizer: ZLoss().apply(model, optimizer),
-    }
-    runs, kept = {}, []
-    for how, methods in {"compiled": compiled, "not compiled": eager}.items():
-        for name, apply in methods.items():
-            torch.manual_seed(0)
-            model = LlamaForCausalLM(config).cuda().train()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-            kept.append(apply(model, optimizer))
-            run = training_step(torch.compile(model) if how == "compiled" else model, optimizer, ids)
-            for _ in range(25):  # also those that act on every tenth
-                run()
-            runs[how, name] = run
-    taken: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-    for _ in range(rounds):
-        for key, run in runs.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(steps):
-                run()
-            torch.cuda.synchronize()
-            taken[key].append(1e3 * (time.perf_counter() - start) / steps)
-    print("Llama, 25 million parameters, 32 × 512 tokens, bf16:")
-    for (how, name), times in taken.items():
-        middle, plain = statistics.median(times), statistics.median(taken[how, "AdamW alone"])
-        print(
-            f"  {how}, {name}: {middle:.2f} ms a step, {100 * (middle / plain - 1):+.1f}%, {middle - plain:+.2f} ms",
-            flush=True,
-        )
+    for compiled in (True, False):
+        print(f"Llama, 25 million parameters, 32 × 512 tokens, bf16, {'' if compiled else 'not '}compiled:")
+        ids = torch.randint(256, (32, 512), device=device)
+        loop(lambda: LlamaForCausalLM(config), ids, compiled, rounds=8, steps=20)
 
 
 def main() -> None:
@@ -274,8 +277,8 @@ def main() -> None:
                 with torch.device(device):
                     model = llama_attention(*shape)
                 decoupled(f"{name}, {shape[2]}:{shape[3]} heads", model, device, 5)
-    if given.only in (None, "loop") and device == "cuda":
-        loop()
+    if given.only in (None, "loop"):
+        loops(device)
 
 
 def gradient(device: str) -> None:
