@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from locater import LocAteR, observe, scan
 from locater.control import DecoupledLocAteR
+from locater.models import attentions
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 from ranks import laid_out, save_all, whole_weights
@@ -24,6 +25,10 @@ CASES = [
     ("fsdp2", "llama", "penalty"),
     ("tensor", "llama", "attach"),
     ("tensor", "llama", "decoupled"),
+    ("fsdp2", "qwen2", "decoupled"),  # with biases
+    ("fsdp2", "qwen3", "decoupled"),  # with norms of queries and keys
+    ("fsdp2", "llama", "spoilt"),
+    ("ddp", "decoder", "lengths"),
 ]
 
 
@@ -34,7 +39,7 @@ def batch(step: int) -> torch.Tensor:
 def train(model, mine=slice(None), how="attach") -> LocAteR | DecoupledLocAteR:
     """The same steps on every layout; a rank sees its part of each batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)  # sharded and plain weights together
-    if how == "decoupled":
+    if how in ("decoupled", "spoilt"):
         reg = DecoupledLocAteR(model)
     else:
         reg = LocAteR(model, scale_strength=0.02, mean_strength=0.03, target=1.5)
@@ -47,8 +52,33 @@ def train(model, mine=slice(None), how="attach") -> LocAteR | DecoupledLocAteR:
         if how == "penalty":
             loss = loss + reg.penalty()
         loss.backward()
+        if how == "spoilt" and step == STEPS - 1:
+            gradient = attentions(model)[0].query.tensor.grad
+            (gradient.to_local() if hasattr(gradient, "to_local") else gradient).fill_(torch.inf)
         optimizer.step()
     return reg
+
+
+def replicas_of_other_lengths() -> dict[str, torch.Tensor]:
+    """How far apart ranks that see texts of different lengths end, whose samples make another order of modules."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerDecoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    model = torch.nn.TransformerDecoder(layer, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    DecoupledLocAteR(model, change=1e-2).attach(optimizer)
+    replicated = torch.nn.parallel.DistributedDataParallel(model)
+    for step in range(STEPS):
+        random = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        text, memory = (torch.randn(4, n, 32, generator=random) for n in ((64, 20)[dist.get_rank()], 16))
+        optimizer.zero_grad()
+        replicated(text, memory).square().mean().backward()
+        optimizer.step()
+    apart = {}
+    for name, p in model.named_parameters():
+        both = [torch.empty_like(p) for _ in range(2)]
+        dist.all_gather(both, p.detach())
+        apart[name] = (both[0] - both[1]).abs().max()
+    return apart
 
 
 def observed(model) -> list[dict[str, object]]:
@@ -58,11 +88,16 @@ def observed(model) -> list[dict[str, object]]:
 
 
 def trained(layout: str, family: str, how: str) -> dict[str, object]:
+    if how == "lengths":
+        return {"apart": replicas_of_other_lengths()}
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = build(family).double()
     half = BATCH // 2
-    mine = slice(None) if layout == "tensor" else slice(rank * half, (rank + 1) * half)
+    # of LocAteR beside the optimizer each rank's sample counts: all see the same text, as one process does
+    mine = (
+        slice(None) if layout == "tensor" or how in ("decoupled", "spoilt") else slice(rank * half, (rank + 1) * half)
+    )
     reg = train(laid_out(model, layout), mine, how)
     rows = [None] * dist.get_world_size()
     dist.all_gather_object(rows, observed(model) if layout == "tensor" else [])

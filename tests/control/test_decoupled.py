@@ -287,6 +287,130 @@ def test_samples_of_changing_shape_and_weights_leave_nothing_behind(monkeypatch)
     assert step() == 1
 
 
+def test_plans_of_earlier_steps_are_freed_at_once(monkeypatch):
+    """Not when Python next looks for cycles: they may hold copies of all query and key weights."""
+    torch.manual_seed(0)
+    made = weakref.WeakSet()
+
+    class Watched(_bounded.Modules):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.add(self)
+
+    monkeypatch.setattr(decoupled, "Modules", Watched)
+    model = build("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    reg = DecoupledLocAteR(model).attach(optimizer)
+    gc.disable()
+    try:
+        for tokens in (2, 5, 9):
+            run(model, tokens)
+            optimizer.step()
+            assert len(made) == 1
+        reg.detach()
+        assert len(made) == 0
+    finally:
+        gc.enable()
+
+
+def test_without_states_the_norms_gain_of_now_counts():
+    torch.manual_seed(0)
+    model = build("llama").eval()  # nothing is sampled
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    reg = DecoupledLocAteR(model, change=1e-3, spread=1e6).attach(optimizer)
+    moved(model, 1e-3)
+    optimizer.step()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.input_layernorm.weight.mul_(5.0)
+    before = {a.module: a.logits(reg._states.of(a)).detach() for a in attentions(model)}
+    moved(model, 1e-2)
+    optimizer.step()
+    for attention in attentions(model):
+        change = attention.logits(reg._states.of(attention)).detach() - before[attention.module]
+        assert (spread_of(change.transpose(0, 1)) < 1.1e-3).all()
+
+
+def test_a_qk_norm_that_is_applied_later_is_seen():
+    torch.manual_seed(0)
+    model = build("llama")
+    with torch.no_grad():
+        for attention in attentions(model):
+            attention.query.weight.mul_(100.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    reg = DecoupledLocAteR(model, change=1e6, spread=3.0).attach(optimizer)
+    norm = QKNorm(gain=False).apply(model)
+    run(model)
+    moved(model, 0.0)
+    before = weights(model)
+    optimizer.step()
+    assert same(before, weights(model))  # the spread is the norm's
+    assert max(value for name, value in reg.measure().items() if name.endswith("/spread")) < 4
+    norm.remove()
+    optimizer.step()
+    assert max(value for name, value in reg.measure().items() if name.endswith("/spread")) > 4
+
+
+def test_a_state_that_is_loaded_holds_for_all_optimizers():
+    torch.manual_seed(0)
+    model = build("llama")
+    known = attentions(model)
+    two = [torch.optim.SGD([getattr(a, part).tensor for a in known], lr=1.0) for part in ("query", "key")]
+    reg = DecoupledLocAteR(model, change=1e6, spread=1e-3).attach(two)
+    run(model)
+    moved(model, 0.0)
+    for optimizer in two:
+        optimizer.step()
+    state = reg.state_dict()
+    wide = {name: [[100.0 for _ in row] for row in value] for name, value in state["initial"].items()}
+    reg.load_state_dict({**state, "initial": wide})
+    moved(model, 1.0)
+    for optimizer, part in zip(two, ("query", "key"), strict=True):
+        weight = getattr(known[0], part).tensor
+        expected = weight.detach() - weight.grad
+        optimizer.step()
+        torch.testing.assert_close(weight.detach(), expected)  # far below 100
+
+
+def test_a_weight_that_is_both_the_query_and_the_key_is_written_once():
+    """Its share of an update that is kept is that of two weights that are equal."""
+    kept = []
+    for tied in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleList([Projections()])
+        if tied:
+            model[0].k_proj = model[0].q_proj
+        else:
+            model[0].k_proj.load_state_dict(model[0].q_proj.state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        DecoupledLocAteR(model, change=1e-2, spread=1e6).attach(optimizer)
+        torch.manual_seed(1)
+        model.train()[0](torch.randn(2, 9, 8))
+        gradient = 0.1 * torch.randn(8, 8)
+        for p in model.parameters():
+            p.grad = gradient.clone() if p.ndim == 2 else torch.zeros_like(p)
+        before = model[0].q_proj.weight.detach().clone()
+        optimizer.step()
+        kept.append((before - model[0].q_proj.weight.detach()) / gradient)
+    torch.testing.assert_close(kept[0], kept[1], rtol=1e-3, atol=1e-5)
+
+
+def test_parameters_that_take_the_place_of_others_in_an_optimizer_are_noticed():
+    torch.manual_seed(0)
+    model = build("llama")
+    query = attentions(model)[0].query.tensor
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    DecoupledLocAteR(model, change=1e-6, spread=1e-3).attach(optimizer)
+    run(model)
+    optimizer.step()
+    held = optimizer.param_groups[0]["params"]
+    held[next(i for i, p in enumerate(held) if p is query)] = nn.Parameter(torch.zeros(1))
+    moved(model, 0.1)
+    before = query.detach().clone()
+    optimizer.step()
+    assert torch.equal(query, before)
+
+
 def test_a_checkpoints_spread_is_that_of_the_first_sample_with_one():
     """Not of a single token, and though a schedule begins at 0."""
     torch.manual_seed(0)
@@ -742,7 +866,7 @@ def test_modules_together_have_the_logits_they_have_alone(monkeypatch, family, s
     monkeypatch.setattr(_bounded, "_SMALL", 1 << 30 if stacked else 0)
     known = attentions(build(family))
     states = [torch.randn(2, 9, known[0].qk().d_model) for _ in known]
-    together = _bounded.Modules(known, [True] * 4, -torch.ones(len(known), *known[0].query.shape[:2]))
+    together = _bounded.Modules(known, -torch.ones(len(known), *known[0].query.shape[:2]), lambda _: True)
     together.begin(states)
     together.measure()
     for one, x, found in zip(known, states, together._logits(*together._before), strict=True):
@@ -758,7 +882,7 @@ def test_modules_together_make_the_steps_they_make_alone(monkeypatch, family):
     for index, model in enumerate(models):
         monkeypatch.setattr(_bounded, "_SMALL", 1 << 30 if index else 0)
         if index == 2:
-            monkeypatch.setattr(decoupled, "alike", lambda *_: False)
+            monkeypatch.setattr(decoupled, "stackable", lambda _: False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         DecoupledLocAteR(model, change=1e-2, spread=0.3).attach(optimizer)
         model.eval()  # no dropout

@@ -36,12 +36,17 @@ def saved_by_two_ranks(worker, target):
 @pytest.mark.bitwise  # beside processes that are not shaken, and Adam makes much of rounding
 def test_two_ranks_make_the_same_update_as_one_process(tmp_path):
     saved = saved_by_two_ranks(WORKER, tmp_path / "trained.pt")
+    assert max(saved["ddp", "decoder", "lengths"]["apart"].values()) == 0
     for case in CASES:
         layout, family, how = case
+        if how == "lengths":
+            continue
         alone = build(family).double()
         reg = train(alone, how=how)
         found, measured = (list(values.values()) for values in (saved[case]["measured"], reg.measure()))
-        assert found == pytest.approx(measured, rel=1e-6), case  # DDP puts "module." before the names
+        assert found == pytest.approx(measured, rel=1e-6, nan_ok=how == "spoilt"), (
+            case
+        )  # DDP puts "module." before the names
         moved = 0.0
         fresh = build(family).double().state_dict()
         for name, value in alone.state_dict().items():

@@ -14,6 +14,7 @@ from layouts import fused, rows, transposed, unaligned
 from interpreter import DEVICE, runs
 from locater.control import DecoupledLocAteR, _bounded
 from locater.control._step_kernels import addresses, mix_, moments, project
+from locater.control._weights import Stored
 from locater.control.rules.decoupled import logit_moments
 from locater.models import Rope, attentions
 
@@ -62,7 +63,10 @@ def test_heads_are_mixed_with_what_they_were_and_the_others_stay_as_they_are(lay
     for views in weights_of(layout, dtype):
         g, r = views[0].shape[:2]
         table = addresses(views)
-        old, copied = [view.clone() for view in views], project(table, views, torch.zeros(2, 1, 1, 37), copied=True)[1]
+        old, copied = (
+            [view.clone() for view in views],
+            project(table, views, torch.zeros(2, 1, 1, 37, device=DEVICE), copied=True)[1],
+        )
         for view in views:
             view.copy_(torch.randn_like(view))
         new, was = torch.rand(2, 2, g, r, device=DEVICE).unbind(0)
@@ -143,3 +147,16 @@ def test_steps_by_kernels_are_those_without(monkeypatch, family):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 if DEVICE == "cpu" else 2e-3)
     for attention in attentions(models[0]):
         assert attention.query.tensor.isfinite().all()
+
+
+@runs
+def test_biases_of_two_precisions_are_mixed_without_kernels():
+    biases = [torch.randn(3, 4, device=DEVICE), torch.randn(3, 4, device=DEVICE).bfloat16()]
+    stored = Stored(biases, 0, lambda bias: bias[:, None, :, None])
+    before, old = [bias.clone() for bias in biases], stored.copied()
+    for bias in biases:
+        bias.add_(1.0)
+    half = torch.full((2, 3, 1), 0.5, device=DEVICE)
+    stored.mix_(old, half, torch.ones_like(half))
+    for bias, own in zip(biases, before, strict=True):
+        torch.testing.assert_close(bias.float(), own.float() + 0.5, rtol=1e-2, atol=1e-2)

@@ -9,32 +9,43 @@ Legend: S modules, G key heads, R query heads for each, B sequences of a sample,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from locater._triton import on
 from locater.control._kernels import supported
-from locater.control._parameters import HeldBy, is_sharded, projections, sharded
+from locater.control._parameters import projections
 from locater.control._sampled import logits_of
 from locater.control._step_kernels import moments
-from locater.control._weights import Copies, Weights, mixed_, product_type
+from locater.control._weights import Copy, Weights, product_type, stored_of, without_repeats
 from locater.control.rules.decoupled import Decoupled, Factors, initial_spread, logit_moments
-from locater.models import Attention, Projection
+from locater.models import Attention
 from locater.names import plain_name
 
 __all__ = ["Bounded", "Modules", "OneModule"]
 
-_SMALL = 256 << 20  # bytes of W_Q and W_K of a group up to which they are stacked, and their steps recorded
+Moved: TypeAlias = Callable[[Tensor], bool]
+
+_SMALL = 256 << 20  # bytes of W_Q and W_K of a group up to which they are multiplied together, and steps recorded
 
 
 class Bounded(ABC):
     """Attention modules of one shape in a step of their optimizer: `begin` before it, `measure` and `end` after it."""
 
-    names: list[str]
-    initial: Tensor  # the spread of every head before the first step (S, G, R); −1 where there was none yet
+    def __init__(self, members: Sequence[Attention], initial: Tensor, moved: Moved) -> None:
+        """`moved`: whether the optimizer moves a tensor."""
+        self.names = [plain_name(member.module) for member in members]
+        self.initial = initial  # the spread of every head before the first step (S, G, R); −1 where there was none yet
+        parts = [[projections(member)[index] for member in members] for index in (0, 1)]
+        self._stored = without_repeats([one for index in (0, 1) for one in stored_of(parts[index], index, moved)])
+        # a norm takes out what its input is multiplied by
+        norms = members[0].query_norm, members[0].key_norm
+        acts = [norms[i] is None and any(moved(t) for t in parts[i][0].tensors) for i in (0, 1)]
+        self._acts = acts[0], acts[1]
 
     @abstractmethod
     def begin(self, states: Sequence[Tensor]) -> None:
@@ -49,19 +60,25 @@ class Bounded(ABC):
         """Writes what the rule makes of the step by the moments that `measure` gave; nothing where GradScaler skipped
         it."""
 
+    def _factors(
+        self, rule: Decoupled, moments: Tensor, factor: Tensor | float, overflow: Tensor | float, every: int
+    ) -> Factors:
+        """Sets the initial spreads that are not known."""
+        self.initial.copy_(initial_spread(moments, self.initial))
+        shared = moments.shape[-2] > 1
+        found = rule.factors(moments, self.initial, factor, every=every, shared_keys=shared, acts=self._acts)
+        if isinstance(overflow, Tensor):
+            found = Factors(*(torch.where(overflow.to(x.device) > 0, 1.0, x) for x in found))
+        return found
 
-def _factors(
-    rule: Decoupled, moments: Tensor, initial: Tensor, factor: Tensor | float, every: int, acts: tuple[bool, bool]
-) -> Factors:
-    """Sets the initial spreads that are not known."""
-    initial.copy_(initial_spread(moments, initial))
-    return rule.factors(moments, initial, factor, every=every, shared_keys=moments.shape[-2] > 1, acts=acts)
+    def _write(self, old: Sequence[Copy], found: Factors) -> None:
+        for one, copy in zip(self._stored, old, strict=True):
+            one.mix_(copy, found.keep, (found.query, found.key)[one.index])
 
 
-def _unless(overflow: Tensor | float, found: Factors) -> Factors:
-    if isinstance(overflow, Tensor):
-        return Factors(*(torch.where(overflow.to(x.device) > 0, 1.0, x) for x in found))
-    return found
+def _nothing_to_write(found: Factors) -> bool:
+    """On a GPU it is not asked for."""
+    return not found.keep.is_cuda and not any(bool((x != 1).any()) for x in found)
 
 
 # ---------------------------------------------------------------------- together
@@ -70,21 +87,21 @@ def _unless(overflow: Tensor | float, found: Factors) -> Factors:
 class Modules(Bounded):
     """Those that differ in nothing but numbers."""
 
-    def __init__(self, members: Sequence[Attention], trained: Sequence[bool], initial: Tensor) -> None:
-        self.names, self.initial = [plain_name(member.module) for member in members], initial
-        self._first, self._trained = members[0], trained  # of W_Q, W_K, and their biases
+    def __init__(self, members: Sequence[Attention], initial: Tensor, moved: Moved) -> None:
+        super().__init__(members, initial, moved)
+        self._first = members[0]
         parts = [[projections(member)[index] for member in members] for index in (0, 1)]
-        views = [[one.view(one.tensor.detach()) for one in both] for both in parts]
-        small = len(members) > 1 and sum(x.numel() * x.itemsize for both in views for x in both) <= _SMALL
         self._norms = [[one.query_norm for one in members], [one.key_norm for one in members]]
-        self._kernels = supported(views[0], views[1], None, None)
+        plain = not any(part[0].others for part in parts)
+        views = [[one.view(one.tensor.detach()) for one in part] for part in parts] if plain else [[], []]
+        self._kernels = plain and supported(views[0], views[1], None, None)
+        small = len(members) > 1 and sum(4 * one.tensor.numel() for part in parts for one in part) <= _SMALL
         self._weights = [Weights(part, kernels=self._kernels, stacked=small) for part in parts]
-        self._dtype = product_type(views[0][0])
-        self._recorded = small and views[0][0].is_cuda
-        self._begin, self._measure = _Recorded(self._copy), _Recorded(self._compare)
-        self._write: dict[Any, _Recorded] = {}  # by rule and `every`
+        self._dtype = product_type(parts[0][0].tensor)
+        self._recorded = small and plain and initial.is_cuda  # LoRA's scaling and adapters may change
+        self._graphs: dict[Any, _Recorded] = {}
         self._states: Tensor | None = None
-        self._old: list[Copies] = []
+        self._old: list[Copy] = []
         self._before: list[Tensor] = []  # q and k of the sample
         self._moments: Tensor = initial.new_empty(0)
         self._given = initial.new_tensor([1.0, 0.0])  # the schedule's factor, and whether the step was skipped
@@ -96,29 +113,32 @@ class Modules(Bounded):
             self._states = torch.stack([x.to(self._dtype) for x in states])
         else:
             torch._foreach_copy_(list(self._states.unbind(0)), list(states))
-        self._begin(self._recorded)
+        self._run("begin", self._copy)
 
     def measure(self) -> Tensor:
-        self._measure(self._recorded)
+        self._run("measure", self._compare)
         return self._moments
 
     def end(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
-        if not self._given.is_cuda:
-            found = _unless(0.0 if overflow is None else overflow, self._rule(rule, factor, every))
-            if any(bool((x != 1).any()) for x in found):
-                self._mix(found)
-            self._forget()
-            return
-        self._give(factor, overflow)
-        key = rule, every
-        if key not in self._write:
+        if self._given.is_cuda:
+            self._give(factor, overflow)
 
             def write() -> None:
-                self._mix(_unless(self._given[1], self._rule(rule, self._given[0], every)))
+                self._write(self._old, self._factors(rule, self._moments, self._given[0], self._given[1], every))
 
-            self._write[key] = _Recorded(write)
-        self._write[key](self._recorded)
-        self._forget()
+            self._run((rule, every), write)
+        else:
+            found = self._factors(rule, self._moments, factor, 0.0 if overflow is None else overflow, every)
+            if not _nothing_to_write(found):
+                self._write(self._old, found)
+        if not self._recorded:  # else graphs write to them in the next step
+            self._old, self._before, self._states = [], [], None
+
+    def _run(self, name: Any, function: Callable[[], None]) -> None:
+        if self._recorded:
+            self._graphs.setdefault(name, _Recorded())(function, self.initial)
+        else:
+            function()
 
     def _give(self, factor: float, overflow: Tensor | None) -> None:
         """To the device, what is not there yet."""
@@ -130,24 +150,19 @@ class Modules(Bounded):
             self._given[1].zero_()
         self._given_factor, self._given_overflow = factor, overflow is not None
 
-    def _forget(self) -> None:
-        """Copies are held until the next step only where graphs write to them."""
-        if not self._recorded:
-            self._old, self._before, self._states = [], [], None
-
-    def _rule(self, rule: Decoupled, factor: Tensor | float, every: int) -> Factors:
-        # a norm takes out what its input is multiplied by
-        acts = [trained and norms[0] is None for trained, norms in zip(self._trained, self._norms, strict=False)]
-        return _factors(rule, self._moments, self.initial, factor, every, (acts[0], acts[1]))
-
     def _copy(self) -> None:
         assert self._states is not None
-        both = [one.copy_and_project(self._states) for one in self._weights]
-        self._old, self._before = [old for old, _ in both], self._normalised([rows for _, rows in both])
+        copied = [any(one.is_weight and one.index == index for one in self._stored) for index in (0, 1)]
+        made = [one.rows(self._states, copied=wanted) for one, wanted in zip(self._weights, copied, strict=True)]
+        self._before = self._normalised([rows for rows, _ in made])
+        self._old = []
+        for one in self._stored:
+            copy = made[one.index][1] if one.is_weight else None
+            self._old.append(one.copied() if copy is None else copy)
 
     def _compare(self) -> None:
         assert self._states is not None
-        after = self._normalised([one.project(self._states) for one in self._weights])
+        after = self._normalised([one.rows(self._states)[0] for one in self._weights])
         rope = self._first.rope
         if rope is not None and self._rotation is None:
             self._rotation = rope.angles(torch.arange(after[0].shape[-2], device=after[0].device), after[0].dtype)
@@ -175,50 +190,43 @@ class Modules(Bounded):
             q, k = (self._first.rope.rotate_by(x, *self._rotation) for x in (q, k))
         return self._first.scale * (q @ k.mT)
 
-    def _mix(self, found: Factors) -> None:
-        """W ← f · (old + keep · (W − old))."""
-        for index, f in enumerate((found.query, found.key)):
-            if self._trained[index]:
-                new, was = f * found.keep, f * (1 - found.keep)
-                self._weights[index].mix_(self._old[index], new, was, self._trained[2 + index])
-
 
 class _Recorded:
     """A function that is called anew and anew on the same tensors: as a CUDA graph, from the third call on."""
 
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function, self._calls = function, 0
+    def __init__(self) -> None:
+        self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, recorded: bool) -> None:
+    def __call__(self, function: Callable[[], None], like: Tensor) -> None:
+        """It works where `like` is."""
         self._calls += 1
-        if not recorded or self._calls < 3 or torch.cuda.is_current_stream_capturing():
-            self._function()
+        if self._calls < 3 or torch.cuda.is_current_stream_capturing():
+            function()
             return
-        if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._function()
-        self._graph.replay()
+        with on(like):
+            if self._graph is None:
+                self._graph = torch.cuda.CUDAGraph()
+                # a stream of this device: the default one belongs to the device that captured first
+                stream = torch.cuda.Stream(like.device)
+                with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                    function()
+            self._graph.replay()
 
 
 # ---------------------------------------------------------------------- one by one
 
 
 class OneModule(Bounded):
-    """Any module: sharded, with norms of its own, adapted by LoRA."""
+    """Any module: sharded, or with parts that are only its own kind's."""
 
-    def __init__(self, attention: Attention, trained: Sequence[bool], initial: Tensor, held: HeldBy) -> None:
-        self.names, self.initial = [plain_name(attention.module)], initial
-        self._attention, self._trained = attention, trained
-        self._parts: list[_Part] = []
-        for index, one in enumerate(projections(attention)):
-            if trained[index]:
-                self._parts += _parts_of(one, index, held)
+    def __init__(self, members: Sequence[Attention], initial: Tensor, moved: Moved) -> None:
+        super().__init__(members, initial, moved)
+        (self._attention,) = members
 
     def begin(self, states: Sequence[Tensor]) -> None:
         self._states = states[0]
-        self._old = [part.tensor.detach().clone() for part in self._parts]
+        self._old = [one.copied() for one in self._stored]
         self._before = logits_of(self._attention, self._states)
 
     def measure(self) -> Tensor:
@@ -226,73 +234,8 @@ class OneModule(Bounded):
         return self._moments
 
     def end(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
-        one = self._attention
-        acts = (self._trained[0] and one.query_norm is None, self._trained[1] and one.key_norm is None)
-        found = _factors(rule, self._moments, self.initial, factor, every, acts)
-        found = _unless(0.0 if overflow is None else overflow, found)
-        if found.keep.is_cuda or any(bool((x != 1).any()) for x in found):
-            done: set[int] = set()
-            for part, old in zip(self._parts, self._old, strict=True):
-                # LoRA's factors of a fused layer are those of queries and of keys
-                if not part.whole or id(part.tensor) not in done:
-                    part.write(old, found.keep[0], (found.query, found.key)[part.index][0])
-                done.add(id(part.tensor))
+        found = self._factors(rule, self._moments, factor, 0.0 if overflow is None else overflow, every)
+        if not _nothing_to_write(found):
+            self._write(self._old, found)
         self._old = []
         del self._before, self._states
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A trained tensor of W_Q (index 0) or W_K (1), and how factors of heads meet it."""
-
-    tensor: Tensor
-    index: int
-    view: Callable[[Tensor], Tensor]
-    dims: int  # of the view behind (G, R); 0 where factors are one number
-    whole: bool = False  # all heads of a module share it, as they do a factor of LoRA's
-    root: float = 1.0  # of the factor: where several tensors are multiplied, each takes its part
-
-    def write(self, old: Tensor, keep: Tensor, factor: Tensor) -> None:
-        """`keep` and `factor` are (G, R or 1)."""
-        if self.whole:
-            keep, factor = keep.amin(), factor.amin() ** self.root
-        new, was = factor * keep, factor * (1 - keep)
-        new, was = (x[(..., *[None] * self.dims)] for x in (new, was))
-        stored = self.tensor.detach()
-        if is_sharded(stored):
-            by, add = (_placed(x, self.view, stored) for x in (new - 1, was))
-            stored += by * stored + add * old
-        else:
-            mixed_(self.view(stored), self.view(old), new, was)
-
-
-def _parts_of(one: Projection, index: int, held: HeldBy) -> Iterator[_Part]:
-    """What the optimizer trains of a projection."""
-
-    def trained(tensor: Tensor | None) -> bool:
-        return tensor is not None and tensor.requires_grad and held(tensor)
-
-    if trained(one.bias_tensor):
-        assert one.bias_tensor is not None
-        yield _Part(one.bias_tensor, index, one.bias_view, 1)
-    if not one.others:
-        if trained(one.tensor):
-            yield _Part(one.tensor, index, one.view, 2)
-        return
-    if trained(one.tensor):
-        yield _Part(one.tensor, index, _itself, 0, whole=True)
-    for a, b in zip(one.others[::2], one.others[1::2], strict=True):  # LoRA's factors
-        pair = [factor for factor in (a, b) if trained(factor)]
-        yield from (_Part(factor, index, _itself, 0, whole=True, root=1 / len(pair)) for factor in pair)
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _placed(value: Tensor, view: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-    """Where `view` shows a part of a sharded tensor, the value; elsewhere 0."""
-    whole = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-    shown = view(whole)
-    shown.copy_(value.expand_as(shown))
-    return sharded(whole, like)

@@ -60,9 +60,10 @@ def refuse_computed(known: Sequence[Attention], name: str, *, arranged: bool = F
 
 
 def gathered_attention(attention: Attention) -> Attention:
-    """With sharded weights made whole (differentiably)."""
-    query = attention.query
-    return replace(attention, key=attention.key.mapped(gathered), query=query and query.mapped(gathered))
+    """With sharded weights, biases and gains made whole (differentiably)."""
+    parts = ("query", "key", "query_norm", "key_norm")
+    whole = {name: part and part.mapped(gathered) for name in parts for part in (getattr(attention, name),)}
+    return replace(attention, **whole)
 
 
 def sharded(whole: Tensor, like: Tensor) -> Tensor:
@@ -106,14 +107,21 @@ class HeldBy:
                 "attach LocAteR to the optimizer that trains them"
             )
 
-    def size(self) -> int:
-        return sum(len(group["params"]) for group in self.optimizer.param_groups)
+    def ids(self) -> list[int]:
+        """Of all that it holds now."""
+        return [id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def group(self, tensor: Tensor) -> int | None:
-        if self._known[0] != self.size():
-            groups = enumerate(self.optimizer.param_groups)
-            self._known = self.size(), {id(parameter): i for i, group in groups for parameter in group["params"]}
+        size = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if self._known[0] != size:
+            self.refresh()
         return self._known[1].get(id(tensor))
+
+    def refresh(self) -> None:
+        """Where parameters were replaced by as many others, `group` does not notice by itself."""
+        groups = enumerate(self.optimizer.param_groups)
+        found = {id(parameter): i for i, group in groups for parameter in group["params"]}
+        self._known = sum(len(group["params"]) for group in self.optimizer.param_groups), found
 
     def __call__(self, tensor: Tensor) -> bool:
         return self.group(tensor) is not None

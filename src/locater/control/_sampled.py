@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locater.control._parameters import gathered_attention, is_sharded, projections
+from locater.control._parameters import gathered, gathered_attention, is_sharded, projections
 from locater.control.rules.decoupled import SEQUENCES, TOKENS
 from locater.hooks import has_compiled
-from locater.models import Attention, Norm, Rope
+from locater.models import Attention, Norm, Projection, Rope
 
-__all__ = ["SampledStates", "alike", "logits_of"]
+__all__ = ["SampledStates", "alike", "logits_of", "stackable"]
 
 
 class SampledStates:
@@ -69,14 +69,18 @@ class SampledStates:
         """Of every sample its shape and device: while they stay the same, `source` need not be asked again."""
         return [x if (x := one.states) is None else (x.shape, x.device) for one in self._samples.values()]
 
+    def norms(self) -> list[int]:
+        """Which QK-norms are applied: while they stay the same, so does what is `measured`."""
+        return [id(module._modules.get("locater_qk_norm")) for module in self._modules.values()]
+
     def source(self, attention: Attention) -> Callable[[], Tensor]:
         """What gives the sample (B, n, D) that entered a module last."""
         weight = projections(attention)[0].tensor
         sample = self._samples.get(attention.module)
         if sample is not None and sample.states is not None and sample.states.device == weight.device:
             return sample.kept
-        independent = _independent(attention, weight.device, torch.promote_types(weight.dtype, torch.float32))
-        return lambda: independent
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return lambda: _independent(attention, weight.device, dtype)
 
     def of(self, attention: Attention) -> Tensor:
         """(B, n, D)."""
@@ -134,8 +138,7 @@ def _independent(attention: Attention, device: torch.device, dtype: torch.dtype)
     x, norm = _normal(projections(attention)[0].shape[-1], device, dtype), attention.input_norm
     if norm is None or not attention.one_input or _two_widths(attention):
         return x
-    gain, bias = (None if one is None else one.detach().to(dtype) for one in (norm.gain, norm.bias))
-    return Norm(gain, norm.eps, norm.centred, bias)(x)
+    return norm.mapped(lambda one: gathered(one.detach()).to(dtype))(x)
 
 
 def _two_widths(attention: Attention) -> bool:
@@ -150,25 +153,40 @@ def _normal(width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.randn(SEQUENCES, TOKENS, width, generator=made, dtype=dtype).to(device)
 
 
+def stackable(attention: Attention) -> bool:
+    """Whether its logits are those of plain queries and keys, which can be made of several modules together."""
+    norms = [norm for norm in (attention.query_norm, attention.key_norm) if norm is not None]
+    plain_norms = not any(
+        norm.joint or norm.after_rope or norm.bias is not None or (norm.stored is not None and norm.stored.ndim != 1)
+        for norm in norms
+    )
+    parts = projections(attention)
+    plain = attention.query_gain is None and attention.one_input and not _two_widths(attention) and plain_norms
+    gains = [norm.stored for norm in norms if norm.stored is not None]
+    whole = not any(is_sharded(x) for part in parts for x in (*part.tensors, *gains))
+    return plain and whole and not any(part.computed and not part.others for part in parts)
+
+
 def alike(one: Attention, other: Attention) -> bool:
-    """Whether all that differs between two modules of one shape is numbers in their weights and gains. One that is not
-    like itself is worked on alone."""
-    plain = all(each.query_gain is None and each.one_input and not _two_widths(each) for each in (one, other))
-    parts = (*projections(one), *projections(other))
-    whole = not any(is_sharded(part.tensor) or part.computed for part in parts)
+    """Whether all that differs between two modules of one shape that are `stackable` is numbers in their weights and
+    gains."""
     norms = _same_norm(one.query_norm, other.query_norm) and _same_norm(one.key_norm, other.key_norm)
-    return plain and whole and norms and _same_rope(one.rope, other.rope)
+    same_parts = [_trained_tensors(part) for part in projections(one)] == [
+        _trained_tensors(part) for part in projections(other)
+    ]
+    return norms and same_parts and _same_rope(one.rope, other.rope)
+
+
+def _trained_tensors(part: Projection) -> list[Any]:
+    tensors = [*part.tensors, part.bias_tensor]
+    return [x if x is None else (x.requires_grad, x.shape, x.dtype) for x in tensors]
 
 
 def _same_norm(a: Norm | None, b: Norm | None) -> bool:
     if a is None or b is None:
         return a is b
-
-    def kind(norm: Norm) -> tuple[Any, ...]:
-        return norm.eps, norm.centred, norm.base, norm.joint, norm.stored is None or norm.stored.shape
-
-    one_gain_a_coordinate = a.stored is None or (a.stored.ndim == 1 and not is_sharded(a.stored))
-    return kind(a) == kind(b) and one_gain_a_coordinate and not a.joint and not a.after_rope and a.bias is None
+    shapes = [one.stored if one.stored is None else (one.stored.shape, one.stored.dtype) for one in (a, b)]
+    return shapes[0] == shapes[1] and replace(a, stored=None) == replace(b, stored=None)
 
 
 def _same_rope(a: Rope | None, b: Rope | None) -> bool:
@@ -178,21 +196,15 @@ def _same_rope(a: Rope | None, b: Rope | None) -> bool:
     return plain and (a is b or torch.equal(a.frequencies, b.frequencies))
 
 
-def _in(attention: Attention, dtype: torch.dtype) -> Attention:
-    """With weights in another precision."""
-    query, key = (one and one.mapped(lambda x: x.to(dtype)) for one in (attention.query, attention.key))
-    assert key is not None
-    return replace(attention, query=query, key=key)
-
-
 @torch.no_grad()
 def logits_of(attention: Attention, states: Tensor) -> Tensor:
     """(1, G, R, B, n, n) of one module, whatever it is; sharded weights are made whole."""
-    if any(is_sharded(tensor) for one in projections(attention) for tensor in one.tensors):
-        attention = gathered_attention(attention)
+    attention = gathered_attention(attention)
     dtype = torch.promote_types(attention.key.tensor.dtype, torch.float32)
     if dtype != attention.key.tensor.dtype:
-        attention = _in(attention, dtype)
+        query, key = (one and one.mapped(lambda x: x.to(dtype)) for one in (attention.query, attention.key))
+        assert key is not None
+        attention = replace(attention, query=query, key=key)
     keys = _normal(projections(attention)[1].shape[-1], states.device, dtype) if _two_widths(attention) else None
     logits = attention.logits(states.to(dtype), keys)  # (B, G·R, n, n)
     by_key: Tensor = logits.unflatten(1, projections(attention)[0].shape[:2])

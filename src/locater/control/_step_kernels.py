@@ -17,10 +17,10 @@ from typing import Any, no_type_check
 import torch
 from torch import Tensor
 
-from locater._triton import ceil, jit, on, tl
+from locater._triton import available, ceil, jit, on, tl
 from locater.control._kernels import FULL_PRECISION, address, tile
 
-__all__ = ["addresses", "mix_", "moments", "project"]
+__all__ = ["addresses", "mix_", "mixes", "moments", "project", "transposed"]
 
 _MIX_BLOCK = 2048
 
@@ -153,7 +153,7 @@ def project(table: Tensor, views: Sequence[Tensor], states: Tensor, *, copied: b
     block_k = min(128, max(16, 1 << (k - 1).bit_length()))
     with on(view):
         _project_kernel[(len(views) * g * r, ceil(k, block_k))](
-            table, states, copy, out, g * r, r, b * n, d, *view.stride(), *((1, k) if _transposed(view) else (d, 1)),
+            table, states, copy, out, g * r, r, b * n, d, *view.stride(), *((1, k) if transposed(view) else (d, 1)),
             K=k, BLOCK_N=max(16, 1 << (b * n - 1).bit_length()), BLOCK_K=block_k, BLOCK_D=64, COPIED=copied,
             PRECISION=FULL_PRECISION, STAGES=3, num_warps=8, **_kind(views),
         )  # fmt: skip
@@ -184,12 +184,23 @@ def moments(
     return out
 
 
+def mixes(views: Sequence[Tensor]) -> bool:
+    """Whether `mix_` can take these (G, R, K, D); looks at no values."""
+    first = views[0]
+    kind = first.shape, first.stride(), first.dtype, first.device
+    alike = all((x.shape, x.stride(), x.dtype, x.device) == kind for x in views)
+    extent = sum((size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True))
+    known = first.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return alike and known and extent < 1 << 31 and available(first)  # offsets have 32 bits
+
+
 def mix_(table: Tensor, views: Sequence[Tensor], old: Tensor, new: Tensor, was: Tensor) -> None:
-    """W ← new · W + was · old by heads, in place: weights (G, R, K, D), factors (S, G, R or 1), `old` of `project`."""
+    """W ← new · W + was · old by heads, in place: weights (G, R, K, D), factors (S, G, R or 1), and `old` as `project`
+    copies weights."""
     view = views[0]
     g, r, k, d = view.shape
     w_g, w_r, w_k, w_d = view.stride()
-    inner, strides = (k, (w_d, w_k)) if _transposed(view) else (d, (w_k, w_d))
+    inner, strides = (k, (w_d, w_k)) if transposed(view) else (d, (w_k, w_d))
     new, was = (x.expand(len(views), g, r) for x in (new, was))
     with on(view):
         _mix_kernel[(len(views) * g * r, ceil(k * d, _MIX_BLOCK))](
@@ -198,7 +209,7 @@ def mix_(table: Tensor, views: Sequence[Tensor], old: Tensor, new: Tensor, was: 
         )  # fmt: skip
 
 
-def _transposed(view: Tensor) -> bool:
+def transposed(view: Tensor) -> bool:
     """Whether the coordinates of a head lie together, rather than those of a state."""
     return view.stride(2) < view.stride(3)
 

@@ -6,6 +6,7 @@ layer and step. Beside it, in nats of the logits, nothing has to be chosen.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from locater.control._bounded import Bounded, Modules, OneModule
 from locater.control._groups import Group, Groups
 from locater.control._numbers import checked_count, checked_positive
 from locater.control._parameters import HeldBy, gathered_attention, is_sharded, projections, refuse_computed
-from locater.control._sampled import SampledStates, alike
+from locater.control._sampled import SampledStates, alike, stackable
 from locater.control.apply import LocAteRForm, Regulariser, Schedule, around_step, traces
 from locater.control.rules.decoupled import VERSION, Decoupled
 from locater.errors import LocaterError
@@ -32,7 +33,7 @@ __all__ = ["DecoupledLocAteR", "DecoupledLocAteRMethod"]
 _Work: TypeAlias = tuple[Bounded, list[Callable[[], Tensor]]]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Plan:
     """What is worked on in the steps of one optimizer, and what gives the states of each module, as long as what that
     was made of stays the same."""
@@ -88,10 +89,12 @@ class DecoupledLocAteR(Regulariser):
         refuse_computed(self.attentions, "DecoupledLocAteR", lora=True)
         self._states = SampledStates(model, self.attentions)
         self._groups = self._grouped()
+        self._plans = weakref.WeakSet[_Plan]()
         self._initial: dict[str, Tensor] = {}  # the spread of every head (G, R) before the first step
         self._moments: list[tuple[list[str], Tensor]] = []  # modules, and theirs (S, G, R, 3), of the last step
 
     def _grouped(self) -> Groups[Group]:
+        self._norms_known = self._states.norms()
         measured = [self._states.measured(one) for one in self.attentions]
         norms = [norm for one in measured for norm in (one.query_norm, one.key_norm)]
         self._gains = [norm.stored for norm in norms if norm is not None and norm.stored is not None]
@@ -111,6 +114,7 @@ class DecoupledLocAteR(Regulariser):
         self._groups = self._grouped()  # a QK-norm may have been applied since
         self._states.attach(undo)
         plan = _Plan()
+        self._plans.add(plan)
         begun: list[Bounded] = []
         acts = False
 
@@ -136,9 +140,12 @@ class DecoupledLocAteR(Regulariser):
         rates = (group.get("lr") for group in optimizer.param_groups)
         still = [isinstance(rate, int | float) and rate == 0 for rate in rates]
         tensors = [(t.data_ptr(), t.dtype, t.requires_grad) for t in (*self._groups.tensors, *self._gains)]
-        made_of = tensors, still, held.size(), self._states.kinds()
+        made_of = tensors, still, held.ids(), self._states.kinds(), self._states.norms()
         if plan.made_of != made_of:
             plan.made_of, plan.work = None, []  # which frees what it held, and is made anew if this fails
+            if made_of[-1] != self._norms_known:
+                self._groups = self._grouped()
+            held.refresh()
             plan.work = list(self._worked_on(held, still))
             plan.made_of = made_of
         for one, sources in plan.work:
@@ -146,19 +153,19 @@ class DecoupledLocAteR(Regulariser):
         return [one for one, _ in plan.work]
 
     def _worked_on(self, held: HeldBy, still: Sequence[bool]) -> Iterator[_Work]:
+        def moved(tensor: Tensor) -> bool:
+            index = held.group(tensor) if tensor.requires_grad else None
+            return index is not None and not still[index]
+
         written = set[int]()
         for group in self._groups(held.group, held):
-            trained = [index is not None and not still[index] for index in (*group.rates, *group.biases)]
-            if not any(trained[:2]):
+            if all(index is None or still[index] for index in group.rates):
                 continue
             for members in self._of_one_kind(group, written):
                 initial = torch.stack([self._initial_of(member) for member in members])
-                sources = [self._states.source(member) for member in members]
                 self._initial |= zip((plain_name(member.module) for member in members), initial, strict=True)
-                if alike(members[0], members[0]):
-                    yield Modules(members, trained, initial), sources
-                else:  # then it is the only one
-                    yield OneModule(members[0], trained, initial, held), sources
+                kind = Modules if stackable(members[0]) else OneModule
+                yield kind(members, initial, moved), [self._states.source(member) for member in members]
 
     def _of_one_kind(self, group: Group, written: set[int]) -> Iterator[list[Attention]]:
         """Members that are alike, with samples of the same shape. Modules that share their weights with one that is
@@ -171,7 +178,8 @@ class DecoupledLocAteR(Regulariser):
                 continue
             written |= where
             shape = self._states.of(member).shape
-            kind = next((same for known, same in found if known == shape and alike(same[0], member)), None)
+            together = (same for known, same in found if known == shape and alike(same[0], member))
+            kind = next(together, None) if stackable(member) else None
             if kind is None:
                 found.append((shape, [member]))
             else:
@@ -190,19 +198,21 @@ class DecoupledLocAteR(Regulariser):
     @torch.no_grad()
     def _end(self, begun: Sequence[Bounded], overflow: Tensor | None, factor: float) -> None:
         self._moments = [(one.names, one.measure()) for one in begun]
-        self._average([moments for _, moments in self._moments])
+        self._average()
         for one in begun:
             one.end(self.rule, factor, overflow, self.every)
 
-    def _average(self, moments: Sequence[Tensor]) -> None:
-        """Over the ranks, each of which has seen a sample of its own."""
+    def _average(self) -> None:
+        """Over the ranks, each of which has seen a sample of its own; modules by name, whose order that may change."""
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1
-        if not several or not moments:
+        named = {name: own for names, moments in self._moments for name, own in zip(names, moments, strict=True)}
+        if not several or not named:
             return
-        together = torch.cat([one.flatten() for one in moments])
+        ordered = [named[name] for name in sorted(named)]
+        together = torch.cat([one.flatten() for one in ordered])
         dist.all_reduce(together, group=self.group)
         together /= dist.get_world_size(self.group)
-        for one, part in zip(moments, together.split([one.numel() for one in moments]), strict=True):
+        for one, part in zip(ordered, together.split([one.numel() for one in ordered]), strict=True):
             one.copy_(part.view_as(one))
 
     # ------------------------------------------------------------------ logs and state
@@ -258,9 +268,9 @@ class DecoupledLocAteR(Regulariser):
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise LocaterError(f"{wrong}: its step is {step!r:.80}")
         self.rule = Decoupled(*(checked_positive(name, given[name]) for name in ("change", "spread")))
-        for name, value in self._initial.items():  # those of a step that is ready share memory
-            value.copy_(made[name].to(value)) if name in made else value.fill_(-1.0)
-        self._initial = {**{name: value for name, value in made.items() if name not in self._initial}, **self._initial}
+        self._initial = made
+        for plan in self._plans:  # which hold the spreads of before
+            plan.made_of = None
         self.step = step
 
     def __repr__(self) -> str:

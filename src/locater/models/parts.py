@@ -47,7 +47,8 @@ class Projection:
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Projection:
         """Made of what the function makes of each parameter."""
-        return replace(self, tensor=function(self.tensor), others=tuple(map(function, self.others)))
+        bias = None if self.bias_tensor is None else function(self.bias_tensor)
+        return replace(self, tensor=function(self.tensor), others=tuple(map(function, self.others)), bias_tensor=bias)
 
     @property
     def bias(self) -> Tensor | None:
@@ -80,6 +81,11 @@ class Norm:
         if (gain := self.gain) is not None:
             x = x * gain
         return x if self.bias is None else x + self.bias
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Norm:
+        """Made of what the function makes of gain and bias."""
+        stored, bias = (None if x is None else function(x) for x in (self.stored, self.bias))
+        return replace(self, stored=stored, bias=bias)
 
     def fold(self, weight: Tensor) -> Tensor:
         """The linear part of the norm (gain, centring) folded into a weight (..., D) that follows it."""
