@@ -299,9 +299,9 @@ def interval(differences: list[float]) -> str:
 
     n = len(differences)
     if n < 2:
-        return f"{100 * differences[0]:+.1f}%" if differences else "–"
+        return f"{100 * differences[0]:+.2f}%" if differences else "–"
     half = t.ppf(0.975, n - 1) * statistics.stdev(differences) / math.sqrt(n)
-    return f"{100 * statistics.mean(differences):+.1f}% ± {100 * half:.1f}"
+    return f"{100 * statistics.mean(differences):+.2f}% ± {100 * half:.2f}"
 
 
 def table(folder: Path) -> list[str]:

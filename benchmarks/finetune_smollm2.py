@@ -162,18 +162,23 @@ def run_all(folder: Path, file: Path, size: Size, minutes: float) -> None:
               f"{len(found['alarms'])} alarms, {found['seconds']:.1f} s", flush=True)  # fmt: skip
 
 
-def show(folder: Path) -> None:
+def table(folder: Path) -> list[str]:
+    """In Markdown: the held-out nats a token of each seed, their mean, and what attention did."""
     known = read(folder)
+    lines = ["| rate | method | seed 0, 1, 2 | mean | largest logit | alarms |", "|---|---|---|---|---|---|"]
     for rate in sorted({line["rate"] for line in known}):
         for method in METHODS:
-            lines = [line for line in known if (line["rate"], line["method"]) == (rate, method)]
-            if lines:
-                losses = [line["loss"] for line in lines]
-                print(
-                    f"{rate:g} {method:8} {statistics.mean(losses):.4f} nats ({min(losses):.4f} to {max(losses):.4f}), "
-                    f"largest logit {max(line['largest_logit'] for line in lines):.0f}, "
-                    f"{sum(len(line['alarms']) for line in lines)} alarms, {len(lines)} seeds"
-                )
+            here = [line for line in known if (line["rate"], line["method"]) == (rate, method)]
+            if here:
+                losses = [line["loss"] for line in sorted(here, key=lambda line: line["seed"])]
+                each, mean = ", ".join(f"{loss:.3f}" for loss in losses), f"{statistics.mean(losses):.3f}"
+                largest, alarms = max(line["largest_logit"] for line in here), sum(len(line["alarms"]) for line in here)
+                lines.append(f"| {rate:g} | {method} | {each} | {mean} | {largest:.0f} | {alarms} |")
+    return lines
+
+
+def show(folder: Path) -> None:
+    print("\n".join(table(folder)))
 
 
 def main() -> None:

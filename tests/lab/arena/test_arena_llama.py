@@ -1,4 +1,5 @@
-"""The arena on a real Llama: the table in the docs is that of the results, and what was run is what was planned."""
+"""The arena on a real Llama, and fine-tuning SmolLM2: tables in the docs are those of the results, and what was run is
+what was planned."""
 
 from __future__ import annotations
 
@@ -33,4 +34,14 @@ def test_every_run_was_planned_and_stands_once(benchmark):
 def test_an_interval_is_student_s(benchmark):
     sample = [0.01, 0.02, 0.04]
     low, high = stats.ttest_1samp(sample, 0).confidence_interval(0.95)
-    assert benchmark.interval(sample) == f"{100 * (low + high) / 2:+.1f}% ± {100 * (high - low) / 2:.1f}"
+    assert benchmark.interval(sample) == f"{100 * (low + high) / 2:+.2f}% ± {100 * (high - low) / 2:.2f}"
+
+
+@pytest.mark.parametrize("name", ["finetune-smollm2", "finetune-smollm2-lora"])
+def test_the_tables_of_fine_tuning_in_the_docs_are_those_of_the_results(monkeypatch, name):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    made = importlib.import_module("finetune_smollm2")
+    folder = ROOT / "results" / name
+    assert "\n".join(made.table(folder)) in (ROOT / "docs" / "locater.md").read_text()
+    runs = [(line["method"], line["rate"], line["seed"]) for line in made.read(folder)]
+    assert set(runs) <= set(made.plan(made.read(folder), lora=name.endswith("lora")))
