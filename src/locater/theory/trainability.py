@@ -1,0 +1,124 @@
+"""What a transformer's initialisation will do to attention and tokens, in words, and what mends it.
+
+A layer's attention is uniform or frozen by the share of its entropy in the most there is, as `attention_regime` has it;
+tokens are alike from a mean cosine of 0.9 on. What mends either is solved for on `depth_law`: with the same seed it is
+a continuous function of gain and branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.optimize import brentq
+
+from locater.theory import _checks as check
+from locater.theory._checks import Array
+from locater.theory.depth import DepthLaw, RandomTransformer, depth_law, most_entropy, normed
+from locater.theory.softmax_regime import COLLAPSED_TO, UNIFORM_FROM
+
+__all__ = ["TrainabilityMap", "Trainability", "freezing_gain", "logit_variance", "trainability", "trainability_map"]
+
+ALIKE_FROM = 0.9  # mean cosine
+_GAINS, _BRANCHES = (1e-3, 1e3), (1e-3, 1.0)  # where remedies are looked for
+_HEADS = 8  # drawn of each layer, to find remedies
+_MARGIN = 0.02  # of a share or a cosine: a remedy is to be on the right side of its border
+
+
+@dataclass(frozen=True)
+class Trainability:
+    """Which layers are how at initialisation, and the nearest values that mend it; None where nothing is to mend.
+
+    NaN: there is something to mend, and no value does it.
+    """
+
+    law: DepthLaw
+    uniform: tuple[int, ...]  # layers, from 0
+    frozen: tuple[int, ...]
+    alike_from: int | None  # the first layer whose input tokens are alike; L: what leaves the last
+    gain: float | None  # on the logits, at which no layer is uniform or frozen
+    branch: float | None  # on what each branch adds, at which tokens are alike nowhere
+    depth: int | None  # how many of these layers leave tokens that are not alike
+
+
+def trainability(model: RandomTransformer, gram: ArrayLike, *, draws: int = 1, seed: int = 0) -> Trainability:
+    """Of a transformer with random weights and the Gram matrix of what enters it."""
+    law = depth_law(model, gram, heads=4 * _HEADS, draws=draws, seed=seed)
+    share, alike = law.entropy_share, np.flatnonzero(law.cosine >= ALIKE_FROM)
+    uniform, frozen = (
+        tuple(np.flatnonzero(where).tolist()) for where in (share >= UNIFORM_FROM, share <= COLLAPSED_TO)
+    )
+    first = int(alike[0]) if len(alike) else None
+
+    def at(gain: float = 1.0, branch: float = 1.0) -> DepthLaw:
+        return depth_law(model, gram, gain=gain, branch=branch, heads=_HEADS, seed=seed)
+
+    gain = branch = None
+    if uniform and not frozen:
+        gain = _solved(lambda g: float(at(gain=g).entropy_share.max()) - UNIFORM_FROM + _MARGIN, 1.0, _GAINS[1])
+    elif frozen and not uniform:
+        gain = _solved(lambda g: float(at(gain=g).entropy_share.min()) - COLLAPSED_TO - _MARGIN, 1.0, _GAINS[0])
+    elif frozen:
+        gain = float("nan")
+    if first is not None:
+        branch = _solved(lambda b: float(at(branch=b).cosine.max()) - ALIKE_FROM + _MARGIN, 1.0, _BRANCHES[0])
+    return Trainability(law, uniform, frozen, first, gain, branch, None if first is None else max(0, first - 1))
+
+
+def _solved(excess: Callable[[float], float], start: float, end: float) -> float:
+    """Where `excess` changes its sign between the two, on a logarithmic scale, to 2%; NaN if it does not."""
+
+    def on_log(x: float) -> float:
+        return excess(float(np.exp(x)))
+
+    low = np.log(start)
+    for high in np.log(start) + np.log(end / start) * np.array([0.1, 0.25, 0.5, 1.0]):
+        if on_log(low) * on_log(high) <= 0:
+            return float(np.exp(brentq(on_log, low, high, xtol=0.02)))
+        low = high
+    return float("nan")
+
+
+# ---------------------------------------------------------------------- over gain and residual strength
+
+
+@dataclass(frozen=True)
+class TrainabilityMap:
+    """Over query-key gain (columns) and the branches' factor (rows)."""
+
+    gain: Array  # (G,)
+    branch: Array  # (B,)
+    entropy_share: Array  # (B, G): of the median layer
+    cosine: Array  # (B, G): of what leaves the last layer
+    freezing_gain: float  # where the large-T theory freezes the first layer
+
+
+def trainability_map(
+    model: RandomTransformer, gram: ArrayLike, gain: ArrayLike, branch: ArrayLike, *, heads: int = 4, seed: int = 0
+) -> TrainabilityMap:
+    """Entropy and cosine at every pair of a `gain` and a `branch`."""
+    gains, branches = (np.atleast_1d(check.finite(n, v)) for n, v in (("gain", gain), ("branch", branch)))
+    law = depth_law(model, gram, gain=gains, branch=branches[:, None], heads=heads, seed=seed)
+    share = np.median(law.entropy_share, -1)
+    return TrainabilityMap(gains, branches, share, law.cosine[..., -1], freezing_gain(model, gram))
+
+
+def logit_variance(model: RandomTransformer, gram: ArrayLike) -> float:
+    """Of the first layer's logits over the keys of a query, at gain 1: what the Random Energy Model knows of a head."""
+    attention, states = model.attention, check.covariance("gram", gram)
+    states = states if model.norm == "none" else normed(states)
+    count = len(states)
+    apart = np.trace(states) / count - (states.sum() - np.trace(states)) / (count * (count - 1))
+    q, k = (1.0, 1.0 / states.diagonal().mean()) if attention.qk_norm else (
+        attention.query.gram(states).diagonal().mean(), attention.key.inputs * attention.key.std**2
+    )  # fmt: skip
+    return float(attention.logit_scale**2 * attention.head_width * q * k * apart)
+
+
+def freezing_gain(model: RandomTransformer, gram: ArrayLike) -> float:
+    """Where the first layer freezes as T → ∞: the logits' variance is 2 ln(keys) there (Giorlandino and Goldt, 2025)."""
+    variance = logit_variance(model, gram)
+    seen = most_entropy(model.attention, len(check.square("gram", gram)))
+    return float(np.sqrt(2 * seen / variance)) if variance > 0 else float("inf")
