@@ -64,7 +64,7 @@ class Initial:
             content[0] = content[:, 0] = 0.0
             content[0, 0] = self.first_std**2
         made = token_gram(content, std, position_std=self.position_std, shared_std=self.shared_std)
-        return normed(made) if self.normed else made
+        return normed(made, self.transformer.eps) if self.normed else made
 
 
 def open_initial(name: str, revision: str | None = None) -> Initial:
@@ -78,9 +78,10 @@ def open_initial(name: str, revision: str | None = None) -> Initial:
     require("transformers", "hf")
     import transformers
 
-    files = Pretrained.called(name, revision).files
     try:
-        config = transformers.AutoConfig.from_pretrained(**files)
+        config = transformers.AutoConfig.from_pretrained(**Pretrained.called(name, revision).files)
+    except LocaterError:
+        raise
     except Exception as error:  # of many libraries
         raise LocaterError(f"{name} has no configuration that can be read: {reason(error)}") from error
     return initial(config.to_dict(), name)
@@ -126,6 +127,12 @@ class _Fields:
         value = getattr(self.config, name, None) or 0.02
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
             raise LocaterError(f"{self.origin}: {name} must be a positive number, got {value!r:.60}")
+        return float(value)
+
+    def eps(self, name: str) -> float:
+        value = getattr(self.config, name, None)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            raise LocaterError(f"{self.origin}: {name} must be a number from 0 to below 1, got {value!r:.60}")
         return float(value)
 
     def activation(self, name: str) -> str:
@@ -200,7 +207,7 @@ def _gpt2(c: _Fields) -> Initial:
     attention = _attention(width, heads, std, output=RandomLinear(width, last), logit_scale=scale)
     mlp = RandomMLP(RandomLinear(width, std), RandomLinear(inner, last), c.activation("activation_function"))
     positions = c.whole("n_positions")
-    made = RandomTransformer(layers, attention, mlp)
+    made = RandomTransformer(layers, attention, mlp, eps=c.eps("layer_norm_epsilon"))
     return Initial("gpt2", width, made, std, position_std=std, most_tokens=positions)
 
 
@@ -215,7 +222,7 @@ def _llama(c: _Fields, *, qk_norm: bool = False, window: bool = False) -> Initia
     )  # fmt: skip
     inner = RandomLinear(c.whole("intermediate_size"), std)
     mlp = RandomMLP(RandomLinear(width, std), inner, c.activation("hidden_act"), gated=True)
-    return Initial("llama", width, RandomTransformer(c.layers(), attention, mlp), std)
+    return Initial("llama", width, RandomTransformer(c.layers(), attention, mlp, eps=c.eps("rms_norm_eps")), std)
 
 
 def _windowed(c: _Fields) -> Initial:
@@ -226,18 +233,22 @@ def _qwen3(c: _Fields) -> Initial:
     return _llama(c, qk_norm=True, window=True)
 
 
-def _plain(c: _Fields, std: float, inner: str, activation: str, **attention: Any) -> tuple[int, RandomTransformer]:
+def _plain(
+    c: _Fields, std: float, inner: str, activation: str, eps: float, **attention: Any
+) -> tuple[int, RandomTransformer]:
     """What BERT, ViT, GPT-NeoX and OPT have in common."""
     width, heads = c.whole("hidden_size"), c.whole("num_attention_heads")
     head_width = c.head_width(width, heads)
     mlp = RandomMLP(RandomLinear(width, std), RandomLinear(c.whole(inner), std), c.activation(activation))
     made = _attention(width, heads, std, head_width=head_width, **attention)
-    return width, RandomTransformer(c.layers(), made, mlp)
+    return width, RandomTransformer(c.layers(), made, mlp, eps=eps)
 
 
 def _bert(c: _Fields) -> Initial:
     std = c.std("initializer_range")
-    width, made = _plain(c, std, "intermediate_size", "hidden_act", causal=bool(c.config.is_decoder))
+    width, made = _plain(
+        c, std, "intermediate_size", "hidden_act", c.eps("layer_norm_eps"), causal=bool(c.config.is_decoder)
+    )
     return Initial(
         "bert", width, replace(made, norm="post"), std, position_std=std, shared_std=std, normed=True,
         most_tokens=c.whole("max_position_embeddings"),
@@ -246,7 +257,7 @@ def _bert(c: _Fields) -> Initial:
 
 def _vit(c: _Fields) -> Initial:
     std = c.std("initializer_range")
-    width, made = _plain(c, std, "intermediate_size", "hidden_act", causal=False)
+    width, made = _plain(c, std, "intermediate_size", "hidden_act", c.eps("layer_norm_eps"), causal=False)
     side, image = c.whole("patch_size"), c.whole("image_size")
     pixels = c.whole("num_channels") * side**2
     return Initial(
@@ -263,7 +274,7 @@ def _vit(c: _Fields) -> Initial:
 def _gpt_neox(c: _Fields) -> Initial:
     std = c.std("initializer_range")
     rotary, factor = c.rotary(c.head_width(c.whole("hidden_size"), c.whole("num_attention_heads")))
-    width, made = _plain(c, std, "intermediate_size", "hidden_act", rotary=rotary)
+    width, made = _plain(c, std, "intermediate_size", "hidden_act", c.eps("layer_norm_eps"), rotary=rotary)
     scaled = replace(made.attention, logit_scale=factor * made.attention.logit_scale)
     made = replace(made, attention=scaled, parallel=bool(c.config.use_parallel_residual))
     return Initial("gpt_neox", width, made, std)
@@ -271,7 +282,7 @@ def _gpt_neox(c: _Fields) -> Initial:
 
 def _opt(c: _Fields) -> Initial:
     std = c.std("init_std")
-    width, made = _plain(c, std, "ffn_dim", "activation_function")
+    width, made = _plain(c, std, "ffn_dim", "activation_function", 1e-5)  # nn.LayerNorm's own
     narrow = c.whole("word_embed_proj_dim")
     token_std = std if narrow == width else std * std * math.sqrt(narrow)  # project_in
     return Initial(

@@ -91,12 +91,15 @@ class RandomTransformer:
     mlp: RandomMLP | None = None
     norm: str = "pre"  # before each branch, or "post": after each sum; "none"
     parallel: bool = False  # both branches read the layer's input
+    eps: float = 0.0  # of the norms: what they add to a token's mean square; embeddings can be as small
 
     def __post_init__(self) -> None:
         depth = check.at_least("layers", self.layers, 1)
         if depth > MOST_LAYERS:
             raise LocaterError(f"layers must be at most {MOST_LAYERS:,}, got {depth:,}")
         check.one_of("norm", self.norm, ("pre", "post", "none"))
+        if not check.number("eps", self.eps) >= 0:
+            raise LocaterError(f"eps must not be negative, got {self.eps:g}")
         if self.parallel and self.norm == "post":
             raise LocaterError("parallel branches with norms after the sums: no such model is known; use norm='pre'")
         a = self.attention
@@ -228,9 +231,12 @@ def _layer(
     model: RandomTransformer, gram: Array, attend: Callable[[Array], Array], feed: Callable[[Array], Array]
 ) -> Array:
     if model.norm == "post":
-        gram = normed(gram + attend(gram))
-        return gram if model.mlp is None else normed(gram + feed(gram))
-    norm = normed if model.norm == "pre" else np.asarray
+        gram = normed(gram + attend(gram), model.eps)
+        return gram if model.mlp is None else normed(gram + feed(gram), model.eps)
+
+    def norm(states: Array) -> Array:
+        return normed(states, model.eps) if model.norm == "pre" else states
+
     if model.parallel:
         states = norm(gram)
         return np.asarray(gram + attend(states) + feed(states))
@@ -238,9 +244,9 @@ def _layer(
     return np.asarray(gram + feed(norm(gram)))
 
 
-def normed(gram: Array) -> Array:
+def normed(gram: Array, eps: float = 0.0) -> Array:
     """Behind a LayerNorm or an RMSNorm."""
-    size = np.sqrt(np.diagonal(gram, axis1=-2, axis2=-1))
+    size = np.sqrt(np.diagonal(gram, axis1=-2, axis2=-1) + eps)
     return np.asarray(gram / size[..., :, None] / size[..., None, :])
 
 

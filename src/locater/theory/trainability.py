@@ -19,7 +19,7 @@ from locater.theory._checks import Array
 from locater.theory.depth import DepthLaw, RandomTransformer, depth_law, most_entropy, normed
 from locater.theory.softmax_regime import COLLAPSED_TO, UNIFORM_FROM
 
-__all__ = ["TrainabilityMap", "Trainability", "freezing_gain", "logit_variance", "trainability", "trainability_map"]
+__all__ = ["Trainability", "TrainabilityMap", "freezing_gain", "logit_variance", "trainability", "trainability_map"]
 
 ALIKE_FROM = 0.9  # mean cosine
 _GAINS, _BRANCHES = (1e-3, 1e3), (1e-3, 1.0)  # where remedies are looked for
@@ -108,7 +108,7 @@ def trainability_map(
 def logit_variance(model: RandomTransformer, gram: ArrayLike) -> float:
     """Of the first layer's logits over the keys of a query, at gain 1: what the Random Energy Model knows of a head."""
     attention, states = model.attention, check.covariance("gram", gram)
-    states = states if model.norm == "none" else normed(states)
+    states = states if model.norm == "none" else normed(states, model.eps)
     count = len(states)
     apart = np.trace(states) / count - (states.sum() - np.trace(states)) / (count * (count - 1))
     q, k = (1.0, 1.0 / states.diagonal().mean()) if attention.qk_norm else (
@@ -118,7 +118,7 @@ def logit_variance(model: RandomTransformer, gram: ArrayLike) -> float:
 
 
 def freezing_gain(model: RandomTransformer, gram: ArrayLike) -> float:
-    """Where the first layer freezes as T → ∞: the logits' variance is 2 ln(keys) there (Giorlandino and Goldt, 2025)."""
+    """Where the first layer freezes as T → ∞: the logits' variance is 2 ln(keys) (Giorlandino and Goldt, 2025)."""
     variance = logit_variance(model, gram)
     seen = most_entropy(model.attention, len(check.square("gram", gram)))
     return float(np.sqrt(2 * seen / variance)) if variance > 0 else float("inf")
