@@ -44,6 +44,18 @@ class Initial:
     normed: bool = False  # a norm behind the embeddings
     most_tokens: int | None = None  # positions there are
 
+    def scaled(self, gain: float = 1.0, branch: float = 1.0) -> Initial:
+        """With so many times the logits, and so many times what the branches add."""
+        for name, value in (("gain", gain), ("branch", branch)):
+            if not (math.isfinite(value) and value > 0):
+                raise LocaterError(f"{name} must be a positive number, got {value:g}")
+        t, a = self.transformer, self.transformer.attention
+        output, mlp = replace(a.output, std=branch * a.output.std), t.mlp
+        if mlp is not None:
+            mlp = replace(mlp, down=replace(mlp.down, std=branch * mlp.down.std))
+        attention = replace(a, logit_scale=gain * a.logit_scale, output=output)
+        return replace(self, transformer=replace(t, attention=attention, mlp=mlp))
+
     def gram(self, tokens: int, similarity: float = 0.0) -> Any:
         """G of `tokens` different tokens whose embeddings have this cosine."""
         if not 0 <= similarity < 1:

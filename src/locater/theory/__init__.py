@@ -42,6 +42,7 @@ from locater.theory.softmax_regime import (
     independent_regimes,
 )
 from locater.theory.studies import STUDIES, Study
+from locater.theory.trainability import Trainability, TrainabilityMap, trainability, trainability_map
 
 __all__ = [
     "ACTIVATIONS",
@@ -72,6 +73,8 @@ __all__ = [
     "Simulation",
     "Study",
     "TokenProcess",
+    "Trainability",
+    "TrainabilityMap",
     "activation_kernel",
     "attention",
     "attention_entropy",
@@ -111,4 +114,6 @@ __all__ = [
     "token_gram",
     "trace_bound",
     "trace_for_entropy",
+    "trainability",
+    "trainability_map",
 ]

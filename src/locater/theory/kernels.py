@@ -48,7 +48,9 @@ def activation_kernel(activation: str, gram: Array) -> Array:
     if activation == "relu":
         angle = np.arccos(cosine)
         return np.asarray(product / (2 * np.pi) * (np.sin(angle) + (np.pi - angle) * cosine))
-    levels, where = np.unique(np.round(spread, 12), return_inverse=True)  # behind a norm there is one
+    largest = float(spread.max(initial=0.0)) or 1.0
+    levels, where = np.unique(np.round(spread / largest, 7), return_inverse=True)  # behind a norm they are few
+    levels = largest * levels
     c = _coefficients(activation, tuple(levels.tolist()))[where.reshape(spread.shape)]  # (..., T, terms)
     total = np.zeros_like(gram)
     for n in range(c.shape[-1] - 1, -1, -1):  # Horner
