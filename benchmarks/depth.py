@@ -25,8 +25,8 @@ from locater.models import attentions
 from locater.models.initial import Initial, initial
 from locater.theory import AttentionLayer, DepthLaw, TokenProcess, depth_law
 
-GAINS = {"gpt2": (4, 12, 30), "llama": (4, 12, 30), "bert": (4, 12, 30), "vit": (4, 12, 30), "gpt_neox": (12,),
-         "opt": (12,), "qwen3": (1, 3)}  # fmt: skip
+GAINS = {"gpt2": (8, 20, 50, 90), "llama": (8, 20, 50, 90), "bert": (8, 20, 50, 90), "vit": (8, 20, 50, 90), "gpt_neox": (20, 50),
+         "opt": (20, 50), "qwen3": (1, 4)}  # fmt: skip
 LAYERS = "num_hidden_layers"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from locater.errors import LocaterError, reason, require
+from locater.errors import LocaterError, one_line, reason, require
 from locater.io import read_json
 from locater.models.checkpoint import configuration
 from locater.models.pretrained import Pretrained
@@ -102,20 +102,20 @@ def open_initial(name: str, revision: str | None = None) -> Initial:
 def initial(config: Mapping[str, Any], origin: str) -> Initial:
     """From a configuration as transformers writes it; `origin` is what messages call it."""
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise LocaterError(f"{origin}: how a model of type {kind!r:.60} starts is not known here, only that of {known}")
     transformers = require("transformers", "hf")
     try:
         settings = transformers.CONFIG_MAPPING[kind].from_dict(dict(config))
     except Exception as error:  # a configuration can be wrong in any way
-        raise LocaterError(f"{origin}: its configuration is none of {kind}: {reason(error)}") from error
+        raise LocaterError(f"{origin}: its configuration is none of {kind}: {one_line(str(error), 300)}") from error
     try:
         made = FAMILIES[kind](_Fields(settings, origin))
     except LocaterError as error:
         told = str(error)
         raise LocaterError(told if told.startswith(origin) else f"{origin}: {told}") from error
-    return replace(made, family=str(kind))
+    return replace(made, family=kind)
 
 
 @dataclass(frozen=True)
