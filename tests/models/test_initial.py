@@ -176,11 +176,17 @@ def test_windows_and_stretched_rotary_embeddings_are_read():
         ({"model_type": "gpt2", "n_layer": 0}, "n_layer must be a whole number from 1"),
         ({"model_type": "llama", "hidden_act": "sine"}, "hidden_act 'sine' is not known here"),
         ({"model_type": "llama", "num_key_value_heads": 5}, "key_heads must divide the 32 heads, got 5"),
-        ({"model_type": "llama", "initializer_range": -1.0}, "here: its configuration is none of llama: Validation error"),
+        (
+            {"model_type": "llama", "initializer_range": -1.0},
+            "here: its configuration is none of llama: Validation error",
+        ),
         ({"model_type": "bert", "hidden_size": 100}, "here: "),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "makes layers differ"),
         ({"model_type": "llama", "hidden_size": "wide"}, "here: "),
-        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 3}, "only some layers have a sliding"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 3},
+            "only some layers have a sliding",
+        ),
     ],
 )
 def test_what_is_no_transformer_known_is_refused_in_one_sentence(config, words):

@@ -23,6 +23,7 @@ __all__ = ["init_command"]
 _SHOWN = 16  # rows of the table
 _MOST_TOKENS = 1024
 _MAP_TOKENS = 64  # of the diagram, at most
+_MAP_HEADS = 128  # of all layers of the diagram
 _MAP_GAINS, _MAP_BRANCHES = np.geomspace(0.1, 100, 13), np.geomspace(0.1, 3.2, 6)
 
 
@@ -58,7 +59,9 @@ def init_command(
     content = _json(config, made, found, tokens) | {"gain": gain, "branch": branch, "similarity": similarity}
     if plot is not None:
         few = min(tokens, _MAP_TOKENS)
-        over = trainability_map(made.transformer, made.gram(few, similarity), _MAP_GAINS, _MAP_BRANCHES, seed=seed)
+        heads = max(1, min(4, _MAP_HEADS // made.transformer.layers))
+        gram = made.gram(few, similarity)
+        over = trainability_map(made.transformer, gram, _MAP_GAINS, _MAP_BRANCHES, heads=heads, seed=seed)
         draw_initial(over, f"{Path(config).name}: {made.family} at initialisation, {few} tokens", plot)
         names = ("gain", "branch", "entropy_share", "cosine", "freezing_gain")
         content["diagram"] = {"tokens": few} | {name: getattr(over, name) for name in names}
@@ -86,21 +89,31 @@ def sentences(found: Trainability) -> list[str]:
         if where:
             limit = "over 90%" if word == "uniform" else "under 10%"
             said.append(f"Attention starts {word} in {_named(where, layers)}: entropy {limit} of the most there is.")
-    if found.gain is not None and math.isnan(found.gain):
-        said.append("No query-key gain alone puts every layer between the two.")
-    elif found.gain is not None:
-        root = math.sqrt(found.gain)
-        said.append(f"A gain of {found.gain:.3g} on the logits mends it: W_Q and W_K each times {root:.3g}.")
     if found.alike_from is not None:
         place = "leave the last layer" if found.alike_from == layers else f"enter layer {found.alike_from}"
         said.append(f"Tokens are alike when they {place}: their mean cosine is 0.9 or more.")
-        if found.branch is not None and not math.isnan(found.branch):
-            said.append(f"W_O and the MLP's last matrix times {found.branch:.3g} mend it.")
-        else:
-            said.append("No residual scale mends it.")
-        if found.depth:
-            said.append(f"So does a depth of {found.depth}.")
-    return said or ["Attention starts neither uniform nor frozen, and tokens stay different."]
+    return [*said, *_remedies(found)] or ["Attention starts neither uniform nor frozen, and tokens stay different."]
+
+
+def _remedies(found: Trainability) -> list[str]:
+    said, branch, gain = [], found.branch, found.gain
+    if branch is not None and math.isnan(branch):
+        said.append("No residual scale keeps tokens different.")
+    elif branch is not None:
+        said.append(f"W_O and the MLP's last matrix times {branch:.3g} keep tokens different.")
+    if found.depth:
+        said.append(
+            f"{found.depth} of these layers do so, too." if found.depth > 1 else "One of these layers does so, too."
+        )
+    then = "" if branch is None or math.isnan(branch) else "With these, "
+    if gain is not None and math.isnan(gain):
+        said.append(f"{then}{'no' if then else 'No'} query-key gain puts every layer's entropy between the two.")
+    elif gain == 1:
+        said.append(f"{then}attention is neither uniform nor frozen.")
+    elif gain is not None:
+        words = f"gain of {gain:.3g} on the logits mends attention: W_Q and W_K each times {math.sqrt(gain):.3g}."
+        said.append(f"{then}{'a' if then else 'A'} {words}")
+    return said
 
 
 def _named(where: tuple[int, ...], layers: int) -> str:

@@ -23,7 +23,7 @@ __all__ = ["Trainability", "TrainabilityMap", "freezing_gain", "logit_variance",
 
 ALIKE_FROM = 0.9  # mean cosine
 _GAINS, _BRANCHES = (1e-3, 1e3), (1e-3, 1.0)  # where remedies are looked for
-_HEADS = 8  # drawn of each layer, to find remedies
+_HEADS = 4  # drawn of each layer, to find remedies
 _MARGIN = 0.02  # of a share or a cosine: a remedy is to be on the right side of its border
 
 
@@ -38,46 +38,60 @@ class Trainability:
     uniform: tuple[int, ...]  # layers, from 0
     frozen: tuple[int, ...]
     alike_from: int | None  # the first layer whose input tokens are alike; L: what leaves the last
-    gain: float | None  # on the logits, at which no layer is uniform or frozen
+    gain: float | None  # on the logits, at which no layer is uniform or frozen, with `branch` if that is given
     branch: float | None  # on what each branch adds, at which tokens are alike nowhere
     depth: int | None  # how many of these layers leave tokens that are not alike
 
 
 def trainability(model: RandomTransformer, gram: ArrayLike, *, draws: int = 1, seed: int = 0) -> Trainability:
     """Of a transformer with random weights and the Gram matrix of what enters it."""
-    law = depth_law(model, gram, heads=4 * _HEADS, draws=draws, seed=seed)
+    law = depth_law(model, gram, heads=8 * _HEADS, draws=draws, seed=seed)
     share, alike = law.entropy_share, np.flatnonzero(law.cosine >= ALIKE_FROM)
-    uniform, frozen = (
-        tuple(np.flatnonzero(where).tolist()) for where in (share >= UNIFORM_FROM, share <= COLLAPSED_TO)
-    )
     first = int(alike[0]) if len(alike) else None
 
     def at(gain: float = 1.0, branch: float = 1.0) -> DepthLaw:
         return depth_law(model, gram, gain=gain, branch=branch, heads=_HEADS, seed=seed)
 
-    gain = branch = None
-    if uniform and not frozen:
-        gain = _solved(lambda g: float(at(gain=g).entropy_share.max()) - UNIFORM_FROM + _MARGIN, 1.0, _GAINS[1])
-    elif frozen and not uniform:
-        gain = _solved(lambda g: float(at(gain=g).entropy_share.min()) - COLLAPSED_TO - _MARGIN, 1.0, _GAINS[0])
-    elif frozen:
-        gain = float("nan")
+    branch = None
     if first is not None:
-        branch = _solved(lambda b: float(at(branch=b).cosine.max()) - ALIKE_FROM + _MARGIN, 1.0, _BRANCHES[0])
-    return Trainability(law, uniform, frozen, first, gain, branch, None if first is None else max(0, first - 1))
+        branch = _solved(lambda b: float(at(branch=b).cosine.max()) - ALIKE_FROM + _MARGIN, _BRANCHES[0])
+    return Trainability(
+        law=law,
+        uniform=tuple(np.flatnonzero(share >= UNIFORM_FROM).tolist()),
+        frozen=tuple(np.flatnonzero(share <= COLLAPSED_TO).tolist()),
+        alike_from=first,
+        gain=_gain(lambda g: at(g, branch if branch and branch > 0 else 1.0).entropy_share, share),
+        branch=branch,
+        depth=None if first is None else max(0, first - 1),
+    )
 
 
-def _solved(excess: Callable[[float], float], start: float, end: float) -> float:
-    """Where `excess` changes its sign between the two, on a logarithmic scale, to 2%; NaN if it does not."""
+def _gain(shares: Callable[[float], Array], now: Array) -> float | None:
+    """What leaves no layer uniform or frozen, if some are `now`."""
+    if _between(now):
+        return None
+    start = shares(1.0)
+    if _between(start):
+        return 1.0
+    if start.max() >= UNIFORM_FROM:
+        gain = _solved(lambda g: float(shares(g).max()) - UNIFORM_FROM + _MARGIN, _GAINS[1])
+    else:
+        gain = _solved(lambda g: float(shares(g).min()) - COLLAPSED_TO - _MARGIN, _GAINS[0])
+    return gain if np.isfinite(gain) and _between(shares(gain)) else float("nan")
 
-    def on_log(x: float) -> float:
-        return excess(float(np.exp(x)))
 
-    low = np.log(start)
-    for high in np.log(start) + np.log(end / start) * np.array([0.1, 0.25, 0.5, 1.0]):
-        if on_log(low) * on_log(high) <= 0:
-            return float(np.exp(brentq(on_log, low, high, xtol=0.02)))
-        low = high
+def _between(shares: Array) -> bool:
+    return bool(shares.min() > COLLAPSED_TO and shares.max() < UNIFORM_FROM)
+
+
+def _solved(excess: Callable[[float], float], end: float) -> float:
+    """Where `excess` changes its sign between 1 and the `end`, on a logarithmic scale, to 2%; NaN if it does not."""
+    low, at_low = 0.0, excess(1.0)
+    for high in np.log(end) * np.array([0.1, 0.25, 0.5, 1.0]):
+        at_high = excess(float(np.exp(high)))
+        if at_low * at_high <= 0:
+            return float(np.exp(brentq(lambda x: excess(float(np.exp(x))), low, high, xtol=0.02)))
+        low, at_low = high, at_high
     return float("nan")
 
 
