@@ -136,8 +136,8 @@ def test_entropy_and_likeness_of_every_layer_are_predicted(kind, gain, full):
     """Entropies from nine tenths of ln n to a quarter. A network of four heads strays; so six are averaged."""
     config = configuration(kind, layers=24 if full else 6)
     made = initial(config.to_dict(), kind)
-    law = depth_law(made.transformer, made.gram(50 if kind == "vit" else TOKENS), gain=gain, draws=12)
-    runs = [measured(config, gain, seed) for seed in range(12 if full else 6)]
+    law = depth_law(made.transformer, made.gram(50 if kind == "vit" else TOKENS), gain=gain, draws=48)
+    runs = [measured(config, gain, seed) for seed in range(16 if full else 6)]
     entropy, cosine = (np.mean(part, 0) for part in zip(*runs, strict=True))
     deficit = law.most_entropy - entropy
     assert (0.15 * law.most_entropy < entropy).all()
