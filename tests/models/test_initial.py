@@ -171,8 +171,8 @@ def test_windows_and_stretched_rotary_embeddings_are_read():
         ({"model_type": "resnet"}, "how a model of type 'resnet' starts is not known here, only that of bert, gpt2"),
         ({}, "how a model of type None starts is not known"),
         ({"model_type": ["llama"]}, "is not known"),
-        ({"model_type": "llama", "num_hidden_layers": 0}, "num_hidden_layers must be a whole number from 1 to 2,000"),
-        ({"model_type": "llama", "num_hidden_layers": 10_000}, "from 1 to 2,000, got 10000"),
+        ({"model_type": "llama", "num_hidden_layers": 0}, "num_hidden_layers must be a whole number from 1 to 1,000"),
+        ({"model_type": "llama", "num_hidden_layers": 10_000}, "from 1 to 1,000, got 10000"),
         ({"model_type": "gpt2", "n_layer": 0}, "n_layer must be a whole number from 1"),
         ({"model_type": "llama", "hidden_act": "sine"}, "hidden_act 'sine' is not known here"),
         ({"model_type": "llama", "num_key_value_heads": 5}, "key_heads must divide the 32 heads, got 5"),
@@ -181,6 +181,7 @@ def test_windows_and_stretched_rotary_embeddings_are_read():
             "here: its configuration is none of llama: Validation error",
         ),
         ({"model_type": "bert", "hidden_size": 100}, "here: "),
+        ({"model_type": "opt", "hidden_size": 2**20, "num_attention_heads": 1}, "heads must be at most 4,096 wide"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "makes layers differ"),
         ({"model_type": "llama", "hidden_size": "wide"}, "here: "),
         (

@@ -27,7 +27,7 @@ _ACTIVATIONS = {
     "relu": "relu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu", "quick_gelu": "quick_gelu", "tanh": "tanh",
 }  # fmt: skip
-_LARGEST = 1 << 24  # of any width; a file may say any number
+_LARGEST, _WIDEST = 1 << 24, 1 << 12  # of any width, and of a head's; a file may say any number
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Initial:
     def scaled(self, gain: float = 1.0, branch: float = 1.0) -> Initial:
         """With so many times the logits, and so many times what the branches add."""
         for name, value in (("gain", gain), ("branch", branch)):
-            if not (math.isfinite(value) and value > 0):
-                raise LocaterError(f"{name} must be a positive number, got {value:g}")
+            if not 0 < value <= 1e9:
+                raise LocaterError(f"{name} must be a positive number of at most 1e9, got {value:g}")
         t, a = self.transformer, self.transformer.attention
         output, mlp = replace(a.output, std=branch * a.output.std), t.mlp
         if mlp is not None:
@@ -160,9 +160,11 @@ class _Fields:
 
     def head_width(self, width: int, heads: int) -> int:
         if getattr(self.config, "head_dim", None) is not None:
-            return self.whole("head_dim")
+            return self.whole("head_dim", _WIDEST)
         if width % heads:
             raise LocaterError(f"{self.origin}: a width of {width} is not {heads} heads of one width")
+        if width // heads > _WIDEST:
+            raise LocaterError(f"{self.origin}: heads must be at most {_WIDEST:,} wide, got {width // heads:,}")
         return width // heads
 
     def window(self) -> int | None:

@@ -30,7 +30,8 @@ from locater.theory.kernels import ACTIVATIONS, activation_kernel
 
 __all__ = ["DepthLaw", "RandomAttention", "RandomLinear", "RandomMLP", "RandomTransformer", "depth_law", "token_gram"]
 
-MOST_LAYERS = 2000
+MOST_LAYERS = 1000
+_MOST_FACTOR = 1e9
 _TOGETHER = 1 << 23  # numbers of attention weights held at once
 _JITTER = 1e-10  # of the diagonal: what rounding may leave below zero
 
@@ -178,8 +179,8 @@ def depth_law(
     if not np.diagonal(start).min() > 0:
         raise LocaterError(f"gram must have a positive diagonal, got {np.diagonal(start).min():.6g}: a token is zero")
     factors = [check.finite(name, value) for name, value in (("gain", gain), ("branch", branch))]
-    if any((factor < 0).any() for factor in factors):
-        raise LocaterError("gain and branch must not be negative")
+    if any(((factor < 0) | (factor > _MOST_FACTOR)).any() for factor in factors):
+        raise LocaterError(f"gain and branch must be from 0 to {_MOST_FACTOR:g}")
     shape = np.broadcast_shapes(*(factor.shape for factor in factors))
     gains, branches = (np.broadcast_to(factor, shape).reshape(-1) for factor in factors)
     rng = np.random.default_rng(check.at_least("seed", seed, 0))
