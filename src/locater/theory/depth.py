@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike
 from locater.errors import LocaterError
 from locater.theory import _checks as check
 from locater.theory._checks import Array
+from locater.theory._threads import one_thread
 from locater.theory.kernels import ACTIVATIONS, activation_kernel
 
 __all__ = ["DepthLaw", "RandomAttention", "RandomLinear", "RandomMLP", "RandomTransformer", "depth_law", "token_gram"]
@@ -185,7 +186,8 @@ def depth_law(
     gains, branches = (np.broadcast_to(factor, shape).reshape(-1) for factor in factors)
     rng = np.random.default_rng(check.at_least("seed", seed, 0))
     drawn = _drawn(model.attention, heads)
-    runs = [_run(model, start, gains, branches, drawn, rng) for _ in range(check.at_least("draws", draws, 1))]
+    with one_thread():
+        runs = [_run(model, start, gains, branches, drawn, rng) for _ in range(check.at_least("draws", draws, 1))]
     mean = {name: np.mean([run[name] for run in runs], 0) for name in runs[0]}
     if draws > 1:  # also what earlier layers' heads do to the tokens of later ones
         mean["entropy_error"] = np.std([run["entropy"] for run in runs], 0) / np.sqrt(draws - 1)
