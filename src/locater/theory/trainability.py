@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -85,12 +86,17 @@ def _between(shares: Array) -> bool:
 
 
 def _solved(excess: Callable[[float], float], end: float) -> float:
-    """Where `excess` changes its sign between 1 and the `end`, on a logarithmic scale, to 2%; NaN if it does not."""
-    low, at_low = 0.0, excess(1.0)
-    for high in np.log(end) * np.array([0.1, 0.25, 0.5, 1.0]):
-        at_high = excess(float(np.exp(high)))
+    """Where `excess` changes its sign between 1 and the `end`, on a logarithmic scale, to 4%; NaN if it does not."""
+
+    @cache
+    def at(x: float) -> float:
+        return excess(float(np.exp(x)))
+
+    low, at_low = 0.0, at(0.0)
+    for high in (np.log(end) * np.array([0.1, 0.25, 0.5, 1.0])).tolist():
+        at_high = at(high)
         if at_low * at_high <= 0:
-            return float(np.exp(brentq(lambda x: excess(float(np.exp(x))), low, high, xtol=0.02)))
+            return float(np.exp(brentq(at, low, high, xtol=0.04)))
         low, at_low = high, at_high
     return float("nan")
 
