@@ -21,6 +21,7 @@ from locater.cli.demo import demo_command
 from locater.cli.doctor import doctor_command
 from locater.cli.explore import explore_command
 from locater.cli.figure import figure_command
+from locater.cli.init import init_command
 from locater.cli.measure import measure_command
 from locater.cli.presets import presets_command
 from locater.cli.report import report_command
@@ -42,8 +43,8 @@ app = typer.Typer(
 )
 for command in (
     demo_command, doctor_command, attention_command, rho_command, figure_command, study_command, explore_command,
-    scan_command, measure_command, report_command, train_command, sweep_command, claims_command, presets_command,
-    arena_command,
+    init_command, scan_command, measure_command, report_command, train_command, sweep_command, claims_command,
+    presets_command, arena_command,
 ):  # fmt: skip
     app.command(command.__name__.removesuffix("_command"))(command)
 

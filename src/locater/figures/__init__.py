@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from locater.measure import Prediction
     from locater.measure.reading import Reading
     from locater.models import Scan
+    from locater.theory import TrainabilityMap
 
 __all__ = [
     "FIGURES",
@@ -29,6 +30,7 @@ __all__ = [
     "OF_SOFTMAX",
     "draw",
     "draw_arena",
+    "draw_initial",
     "draw_measure",
     "draw_predicted",
     "draw_run",
@@ -114,6 +116,18 @@ def draw_measure(seen: Reading, title: str, out: str | Path) -> list[Path]:
         return {name: Drawing(figure) for name, figure in made.items()}
 
     return _write(out, drawn)
+
+
+def draw_initial(found: TrainabilityMap, title: str, file: str | Path) -> Path:
+    """Writes the trainability diagram into a `file`, .png or .svg."""
+    from locater.figures import _initial
+
+    path = Path(file)
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in ("png", "svg"):
+        raise LocaterError(f"a picture is a .png or an .svg file, got {path.name}")
+    with style():
+        return write_file(path, pictures(_initial.diagram(found, title).figure)[kind])
 
 
 def draw_predicted(predictions: Sequence[Prediction], title: str, out: str | Path) -> list[Path]:

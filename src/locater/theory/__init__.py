@@ -11,9 +11,20 @@ from locater.theory.bounds import (
     trace_bound,
 )
 from locater.theory.collapse import DepthProfile, attention_entropy, rank_over_depth, rank_residual
+from locater.theory.depth import (
+    DepthLaw,
+    RandomAttention,
+    RandomLinear,
+    RandomMLP,
+    RandomTransformer,
+    depth_law,
+    token_gram,
+)
 from locater.theory.gaussian_attention import attention_from_gaussian
 from locater.theory.gradient import OneLayer, QKGradient
+from locater.theory.kernels import ACTIVATIONS, activation_kernel
 from locater.theory.law import logit_form, rho_from_gaussian
+from locater.theory.layer import AttentionLayer, LayerClosure, LayerLaw
 from locater.theory.lemmas import Lemma3, Lemma4, equation_22, lemma_3, lemma_4
 from locater.theory.price import AttentionGradient, attention_gradient
 from locater.theory.process import TokenProcess
@@ -31,17 +42,23 @@ from locater.theory.softmax_regime import (
     independent_regimes,
 )
 from locater.theory.studies import STUDIES, Study
+from locater.theory.trainability import Trainability, TrainabilityMap, trainability, trainability_map
 
 __all__ = [
+    "ACTIVATIONS",
     "ATTENTION_REGIMES",
     "REGIMES",
     "STUDIES",
     "AttentionGradient",
     "AttentionLaw",
+    "AttentionLayer",
     "AttentionMap",
     "AttentionRegime",
     "Chain",
+    "DepthLaw",
     "DepthProfile",
+    "LayerClosure",
+    "LayerLaw",
     "Lemma3",
     "Lemma4",
     "Moments",
@@ -49,9 +66,16 @@ __all__ = [
     "PiecewiseSoftmax",
     "QKGradient",
     "QuadraticForm",
+    "RandomAttention",
+    "RandomLinear",
+    "RandomMLP",
+    "RandomTransformer",
     "Simulation",
     "Study",
     "TokenProcess",
+    "Trainability",
+    "TrainabilityMap",
+    "activation_kernel",
     "attention",
     "attention_entropy",
     "attention_from_gaussian",
@@ -59,6 +83,7 @@ __all__ = [
     "attention_gradient",
     "attention_map",
     "attention_regime",
+    "depth_law",
     "eigenvalue_variance",
     "entropy_lower_bound",
     "entropy_nu",
@@ -86,6 +111,9 @@ __all__ = [
     "softmax",
     "sparsemax",
     "spectrum_at",
+    "token_gram",
     "trace_bound",
     "trace_for_entropy",
+    "trainability",
+    "trainability_map",
 ]

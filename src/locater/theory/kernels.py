@@ -1,0 +1,78 @@
+"""What an activation does to inner products: E φ(u)φ(v) of centred normals u, v, the kernel of a random MLP.
+
+φ(s z) of a standard normal z is Σ_n c_n(s) h_n(z) in orthonormal Hermite polynomials, and E h_m(z) h_n(z′) is ρⁿ for
+m = n and zero otherwise. So E φ(u)φ(v) = Σ_n c_n(s_u) c_n(s_v) ρⁿ: one power series, whatever the activation.
+What the first `_TERMS` leave of E φ² goes with the next power, so that the kernel is exact at ρ = 1. ReLU, whose series
+is long, has a closed form (Cho and Saul, 2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+from scipy.special import expit, ndtr
+
+from locater.theory import _checks as check
+from locater.theory._checks import Array
+
+__all__ = ["ACTIVATIONS", "activation_kernel"]
+
+_TERMS = 48  # of the series
+_NODES = 240  # of Gauss–Hermite quadrature
+
+
+def _gelu_tanh(u: Array) -> Array:
+    return np.asarray(0.5 * u * (1 + np.tanh(np.sqrt(2 / np.pi) * (u + 0.044715 * u**3))))
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "relu": lambda u: np.maximum(u, 0.0),
+    "gelu": lambda u: u * ndtr(u),
+    "gelu_tanh": _gelu_tanh,
+    "silu": lambda u: u * expit(u),
+    "quick_gelu": lambda u: u * expit(1.702 * u),
+    "tanh": np.tanh,
+}
+"""Those whose kernels are known, by name."""
+
+
+def activation_kernel(activation: str, gram: Array) -> Array:
+    """E φ(u_i)φ(u_j) of centred normals with covariance `gram` (..., T, T): the same shape."""
+    check.one_of("activation", activation, tuple(ACTIVATIONS))
+    variance = np.diagonal(gram, axis1=-2, axis2=-1)
+    spread = np.sqrt(np.maximum(variance, 0.0))
+    product = spread[..., :, None] * spread[..., None, :]
+    cosine = np.divide(gram, product, out=np.zeros_like(gram), where=product > 0).clip(-1.0, 1.0)
+    if activation == "relu":
+        angle = np.arccos(cosine)
+        return np.asarray(product / (2 * np.pi) * (np.sin(angle) + (np.pi - angle) * cosine))
+    largest = float(spread.max(initial=0.0)) or 1.0
+    levels, where = np.unique(np.round(spread / largest, 7), return_inverse=True)  # behind a norm they are few
+    levels = largest * levels
+    c = _coefficients(activation, tuple(levels.tolist()))[where.reshape(spread.shape)]  # (..., T, terms)
+    total = np.zeros_like(gram)
+    for n in range(c.shape[-1] - 1, -1, -1):  # Horner
+        total = total * cosine + c[..., :, None, n] * c[..., None, :, n]
+    return np.asarray(total)
+
+
+@lru_cache(maxsize=1)
+def _quadrature() -> tuple[Array, Array, Array]:
+    """Nodes, weights, and the orthonormal Hermite polynomials there (terms, nodes)."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
+    rows = [np.ones_like(nodes), nodes]
+    for n in range(1, _TERMS - 1):
+        rows.append((nodes * rows[-1] - np.sqrt(n) * rows[-2]) / np.sqrt(n + 1))
+    return nodes, weights / weights.sum(), np.stack(rows)
+
+
+@lru_cache(maxsize=64)
+def _coefficients(activation: str, spreads: tuple[float, ...]) -> Array:
+    """c_n of φ(s z) for each s, (levels, terms + 1); the last is what remains of E φ²."""
+    nodes, weights, polynomials = _quadrature()
+    values = ACTIVATIONS[activation](np.array(spreads)[:, None] * nodes)
+    c = (values * weights) @ polynomials.T
+    rest = np.maximum((values**2) @ weights - (c**2).sum(1), 0.0)
+    return np.concatenate([c, np.sqrt(rest)[:, None]], 1)

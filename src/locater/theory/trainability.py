@@ -1,0 +1,144 @@
+"""What a transformer's initialisation will do to attention and tokens, in words, and what mends it.
+
+A layer's attention is uniform or frozen by the share of its entropy in the most there is, as `attention_regime` has it;
+tokens are alike from a mean cosine of 0.9 on. What mends either is solved for on `depth_law`: with the same seed it is
+a continuous function of gain and branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.optimize import brentq
+
+from locater.theory import _checks as check
+from locater.theory._checks import Array
+from locater.theory.depth import DepthLaw, RandomTransformer, depth_law, most_entropy, normed
+from locater.theory.softmax_regime import COLLAPSED_TO, UNIFORM_FROM
+
+__all__ = ["Trainability", "TrainabilityMap", "freezing_gain", "logit_variance", "trainability", "trainability_map"]
+
+ALIKE_FROM = 0.9  # mean cosine
+_GAINS, _BRANCHES = (1e-3, 1e3), (1e-3, 1.0)  # where remedies are looked for
+_HEADS = 4  # drawn of each layer, to find remedies
+_MARGIN = 0.02  # of a share or a cosine: a remedy is to be on the right side of its border
+
+
+@dataclass(frozen=True)
+class Trainability:
+    """Which layers are how at initialisation, and the nearest values that mend it; None where nothing is to mend.
+
+    NaN: there is something to mend, and no value does it.
+    """
+
+    law: DepthLaw
+    uniform: tuple[int, ...]  # layers, from 0
+    frozen: tuple[int, ...]
+    alike_from: int | None  # the first layer whose input tokens are alike; L: what leaves the last
+    gain: float | None  # on the logits, at which no layer is uniform or frozen, with `branch` if that is given
+    branch: float | None  # on what each branch adds, at which tokens are alike nowhere
+    depth: int | None  # how many of these layers leave tokens that are not alike
+
+
+def trainability(model: RandomTransformer, gram: ArrayLike, *, draws: int = 1, seed: int = 0) -> Trainability:
+    """Of a transformer with random weights and the Gram matrix of what enters it."""
+    law = depth_law(model, gram, heads=8 * _HEADS, draws=draws, seed=seed)
+    share, alike = law.entropy_share, np.flatnonzero(law.cosine >= ALIKE_FROM)
+    first = int(alike[0]) if len(alike) else None
+
+    def at(gain: float = 1.0, branch: float = 1.0) -> DepthLaw:
+        return depth_law(model, gram, gain=gain, branch=branch, heads=_HEADS, seed=seed)
+
+    branch = None
+    if first is not None:
+        branch = _solved(lambda b: float(at(branch=b).cosine.max()) - ALIKE_FROM + _MARGIN, _BRANCHES[0])
+    return Trainability(
+        law=law,
+        uniform=tuple(np.flatnonzero(share >= UNIFORM_FROM).tolist()),
+        frozen=tuple(np.flatnonzero(share <= COLLAPSED_TO).tolist()),
+        alike_from=first,
+        gain=_gain(lambda g: at(g, branch if branch and branch > 0 else 1.0).entropy_share, share),
+        branch=branch,
+        depth=None if first is None else max(0, first - 1),
+    )
+
+
+def _gain(shares: Callable[[float], Array], now: Array) -> float | None:
+    """What leaves no layer uniform or frozen, if some are `now`."""
+    if _between(now):
+        return None
+    start = shares(1.0)
+    if _between(start):
+        return 1.0
+    if start.max() >= UNIFORM_FROM:
+        gain = _solved(lambda g: float(shares(g).max()) - UNIFORM_FROM + _MARGIN, _GAINS[1])
+    else:
+        gain = _solved(lambda g: float(shares(g).min()) - COLLAPSED_TO - _MARGIN, _GAINS[0])
+    return gain if np.isfinite(gain) and _between(shares(gain)) else float("nan")
+
+
+def _between(shares: Array) -> bool:
+    return bool(shares.min() > COLLAPSED_TO and shares.max() < UNIFORM_FROM)
+
+
+def _solved(excess: Callable[[float], float], end: float) -> float:
+    """Where `excess` changes its sign between 1 and the `end`, on a logarithmic scale, to 4%; NaN if it does not."""
+
+    @cache
+    def at(x: float) -> float:
+        return excess(float(np.exp(x)))
+
+    low, at_low = 0.0, at(0.0)
+    for high in (np.log(end) * np.array([0.1, 0.25, 0.5, 1.0])).tolist():
+        at_high = at(high)
+        if at_low * at_high <= 0:
+            return float(np.exp(brentq(at, low, high, xtol=0.04)))
+        low, at_low = high, at_high
+    return float("nan")
+
+
+# ---------------------------------------------------------------------- over gain and residual strength
+
+
+@dataclass(frozen=True)
+class TrainabilityMap:
+    """Over query-key gain (columns) and the branches' factor (rows)."""
+
+    gain: Array  # (G,)
+    branch: Array  # (B,)
+    entropy_share: Array  # (B, G): of the median layer
+    cosine: Array  # (B, G): of what leaves the last layer
+    freezing_gain: float  # where the large-T theory freezes the first layer
+
+
+def trainability_map(
+    model: RandomTransformer, gram: ArrayLike, gain: ArrayLike, branch: ArrayLike, *, heads: int = 4, seed: int = 0
+) -> TrainabilityMap:
+    """Entropy and cosine at every pair of a `gain` and a `branch`."""
+    gains, branches = (np.atleast_1d(check.finite(n, v)) for n, v in (("gain", gain), ("branch", branch)))
+    law = depth_law(model, gram, gain=gains, branch=branches[:, None], heads=heads, seed=seed)
+    share = np.median(law.entropy_share, -1)
+    return TrainabilityMap(gains, branches, share, law.cosine[..., -1], freezing_gain(model, gram))
+
+
+def logit_variance(model: RandomTransformer, gram: ArrayLike) -> float:
+    """Of the first layer's logits over the keys of a query, at gain 1: what the Random Energy Model knows of a head."""
+    attention, states = model.attention, check.covariance("gram", gram)
+    states = states if model.norm == "none" else normed(states, model.eps)
+    count = len(states)
+    apart = np.trace(states) / count - (states.sum() - np.trace(states)) / (count * (count - 1))
+    q, k = (1.0, 1.0 / states.diagonal().mean()) if attention.qk_norm else (
+        attention.query.gram(states).diagonal().mean(), attention.key.inputs * attention.key.std**2
+    )  # fmt: skip
+    return float(attention.logit_scale**2 * attention.head_width * q * k * apart)
+
+
+def freezing_gain(model: RandomTransformer, gram: ArrayLike) -> float:
+    """Where the first layer freezes as T → ∞: the logits' variance is 2 ln(keys) (Giorlandino and Goldt, 2025)."""
+    variance = logit_variance(model, gram)
+    seen = most_entropy(model.attention, len(check.square("gram", gram)))
+    return float(np.sqrt(2 * seen / variance)) if variance > 0 else float("inf")

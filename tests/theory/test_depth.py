@@ -1,0 +1,299 @@
+"""Through depth: one layer's mean output on Gaussian tokens, and a whole transformer with random weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.stats import multivariate_normal
+
+from locater import LocaterError, TokenProcess
+from locater.theory import (
+    ACTIVATIONS,
+    AttentionLayer,
+    RandomAttention,
+    RandomLinear,
+    RandomMLP,
+    RandomTransformer,
+    activation_kernel,
+    attention_from_traces,
+    depth_law,
+    rank_residual,
+    token_gram,
+    trainability,
+    trainability_map,
+)
+from locater.theory._threads import _switches, one_thread
+
+T, D = 8, 6
+
+
+def processes():
+    root = np.random.default_rng(7).normal(size=(T, T))
+    return {
+        "any": TokenProcess(root @ root.T / T),
+        "walk": TokenProcess.random_walk(T),
+        "autoregressive": TokenProcess.autoregressive(T, 0.8),
+        "independent": TokenProcess.independent(T),
+    }
+
+
+def layer(heads, causal=True, seed=0):
+    """Asymmetric W_QK, values and outputs of heads narrower than the tokens where there are several."""
+    rng, width = np.random.default_rng(seed), D if heads == 1 else 2
+    w_q, w_k, w_v, w_o = rng.normal(size=(4, heads, width, D))
+    return AttentionLayer(0.8 * w_q, 0.8 * w_k, w_v, np.swapaxes(w_o, -1, -2), causal=causal)
+
+
+def anisotropic(seed=1):
+    root = 0.5 * np.random.default_rng(seed).normal(size=(D, D))
+    return root @ root.T
+
+
+def means(kind, seed=2):
+    if kind == "zero":
+        return np.zeros((T, D))
+    one = 0.7 * np.random.default_rng(seed).normal(size=(T, D))
+    return np.tile(one[0], (T, 1)) if kind == "common" else one
+
+
+SETTINGS = [
+    (process, heads, mean) for process in processes() for heads, mean in
+    ((1, "zero"), (1, "by position"), (3, "common"), (3, "by position"))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("process", "heads", "mean"), SETTINGS)
+def test_the_mean_output_of_one_layer_is_that_of_sequences_drawn_whole(process, heads, mean):
+    """16 settings, 10⁵ sequences each: E o, and E o yᵀ, which is not 0 without means either."""
+    tokens, one, sigma, m = processes()[process], layer(heads), anisotropic(), means(mean)
+    law = one.law(tokens, covariance=sigma, mean=m)
+    query = tokens.tokens - 1
+    drawn = [(one.outputs(y + m)[:, query], y[:, query]) for y in tokens.sample_batches(100_000, covariance=sigma)]
+    o, y = (np.concatenate(part) for part in zip(*drawn, strict=True))
+    for predicted, error, values in (
+        (law.mean, law.mean_error, o),
+        (law.cross, law.cross_error, o[:, :, None] * y[:, None]),
+    ):
+        z = (predicted - values.mean(0)) / np.hypot(error, values.std(0) / np.sqrt(len(o)))
+        assert np.abs(z).max() < 5  # standard errors of both, over at most 42 numbers
+    if mean != "zero":  # that it could have been wrong: 20 times what it may be off by
+        assert np.abs(law.mean).max() > 20 * law.mean_error.max()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_given_the_query_the_output_turns_by_alpha_and_beta(causal):
+    """The other tokens drawn given one query, in the middle, by conditioning the whole sequence."""
+    tokens, one, sigma, m = processes()["any"], layer(2, causal), anisotropic(), means("by position")
+    query, state = 4, np.random.default_rng(5).normal(size=D)
+    predicted, error = one.given_query(state, tokens, covariance=sigma, mean=m, query=query)
+    k = tokens.position_covariance
+    u, c = k[:, query] / k[query, query], k - np.outer(k[:, query], k[query]) / k[query, query]
+    y = TokenProcess(c).sample(40_000, covariance=sigma, seed=3) + np.outer(u, state - m[query])
+    o = one.outputs(y + m)[:, query]
+    assert (np.abs(predicted - o.mean(0)) < 5 * np.hypot(error, o.std(0) / np.sqrt(len(o)))).all()
+
+
+def test_without_queries_both_closures_are_exact():
+    """Attention is uniform then, the output linear in the tokens: A K Aᵀ, and normal."""
+    one, tokens = layer(1), processes()["autoregressive"]
+    flat = AttentionLayer(0 * one.w_q, one.w_k, one.w_v, one.w_o)
+    closed = flat.closure(tokens, covariance=anisotropic(), samples=40_000)
+    average = np.tri(T) / np.arange(1, T + 1)[:, None]
+    expected = average @ tokens.position_covariance @ average.T
+    ratio = closed.position_covariance / expected
+    np.testing.assert_allclose(ratio, ratio.mean(), rtol=0.05)  # the smallest variance of 40,000 samples is good to 1%
+    assert closed.separable_error < 0.02
+    assert abs(closed.excess_kurtosis) < 0.1
+    several = layer(3).closure(processes()["any"], covariance=anisotropic(), mean=means("by position"), samples=40_000)
+    assert several.separable_error > 0.1  # heads turn tokens that differ by position in ways of their own
+
+
+# ---------------------------------------------------------------------- random weights
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_kernel_of_an_activation_is_the_integral_over_two_normals(activation):
+    gram = np.array([[1.0, 0.9], [0.9, 1.7]])
+    x = np.linspace(-9, 12, 1201)
+    grid = np.stack(np.meshgrid(x, x, indexing="ij"), -1)
+    density = multivariate_normal(cov=gram).pdf(grid) * (x[1] - x[0]) ** 2
+    phi = ACTIVATIONS[activation](x)
+    # a kink between points of the grid costs its step squared
+    assert activation_kernel(activation, gram)[0, 1] == pytest.approx(phi @ density @ phi, abs=1e-4)
+    one = np.exp(-(x**2) / 2 / 1.7) / np.sqrt(2 * np.pi * 1.7) * (x[1] - x[0])
+    assert activation_kernel(activation, gram)[1, 1] == pytest.approx((phi**2) @ one, abs=1e-4)
+
+
+def transformer(layers=1, *, heads=4, width=64, std=0.3, norm="none", mlp=None, **more):
+    linear = RandomLinear(16, std)
+    output = RandomLinear(heads * width, 0.05)
+    made = {"query": linear, "key": linear, "value": linear, "output": output, "logit_scale": width**-0.5} | more
+    return RandomTransformer(layers, RandomAttention(heads, made.pop("key_heads", heads), width, **made), mlp, norm)
+
+
+def test_uniform_attention_averages_what_is_seen():
+    gram = token_gram(np.eye(6), 1.0, position_std=0.5, shared_std=0.3)
+    law = depth_law(transformer(), gram, gain=0.0)
+    average = np.tri(6) / np.arange(1, 7)[:, None]
+    np.testing.assert_allclose(law.gram, gram + 256 * 0.05**2 * 16 * 0.3**2 * average @ gram @ average.T, rtol=1e-9)
+    assert law.entropy[0] == pytest.approx(np.log(np.arange(1, 7)).mean())
+    assert law.entropy_share[0] == pytest.approx(1)
+
+
+def test_independent_tokens_of_wide_heads_obey_the_three_number_law():
+    """A head of random W_Q and W_K has trace and trace_square 0 in the mean, and its scale decides."""
+    count, variance = 24, 6.0
+    linear = RandomLinear(1, 1.0)
+    wide = RandomAttention(16, 16, 2000, linear, linear, linear, linear, np.sqrt(variance / 2000), causal=False)
+    law = depth_law(RandomTransformer(1, wide, norm="none"), np.eye(count), draws=4)
+    exact = attention_from_traces(0.0, 0.0, variance, TokenProcess.independent(count), 1.0)
+    # b varies by √(2/K) = 3% from query to query, which moves the mean entropy by its square
+    assert law.entropy[0] == pytest.approx(float(exact.entropy), abs=5 * float(law.entropy_error[0]) + 0.01)
+    # C leaves the query out of the tokens there, and G of random weights does so too
+    assert law.signal[0] == pytest.approx(float(exact.signal), rel=0.03)
+
+
+def brute_force(x, attention, mlp, rng):
+    """One Pre-LN layer with weights of width D, on tokens (T, D)."""
+    width, k = x.shape[1], attention.head_width
+    group = attention.heads // attention.key_heads
+
+    def weights(rows, linear, columns):
+        return linear.std * rng.standard_normal((rows, columns))
+
+    n = x / np.sqrt((x**2).mean(1, keepdims=True))
+    total = x.copy()
+    for _ in range(attention.key_heads):
+        key, value = (n @ weights(width, linear, k) for linear in (attention.key, attention.value))
+        for _ in range(group):
+            logits = attention.logit_scale * (n @ weights(width, attention.query, k)) @ key.T
+            logits = np.where(np.tri(len(x), dtype=bool), logits, -np.inf)
+            p = np.exp(logits - logits.max(1, keepdims=True))
+            total += p / p.sum(1, keepdims=True) @ value @ weights(k, attention.output, width)
+    n = total / np.sqrt((total**2).mean(1, keepdims=True))
+    inner = mlp.down.inputs
+    hidden = ACTIVATIONS[mlp.activation](n @ weights(width, mlp.up, inner)) * (n @ weights(width, mlp.up, inner))
+    return total + hidden @ weights(inner, mlp.down, width)
+
+
+def test_the_gram_matrix_behind_a_layer_is_that_of_weights_drawn_whole():
+    """Grouped queries that share keys and values, a gated MLP; over 60 draws of all weights, width 400."""
+    width, count, rng = 400, 6, np.random.default_rng(0)
+    linear = RandomLinear(width, 0.1)
+    attention = RandomAttention(4, 2, 50, linear, linear, linear, RandomLinear(200, 0.03), 50**-0.5)
+    mlp = RandomMLP(linear, RandomLinear(600, 0.01), "silu", gated=True)
+    similarity = np.eye(count)
+    similarity[1, 3] = similarity[3, 1] = 1.0  # the same token twice
+    gram = token_gram(similarity, 0.5, position_std=0.2)
+    law = depth_law(RandomTransformer(1, attention, mlp), gram, draws=200)
+    grams = []
+    for _ in range(60):
+        x = np.linalg.cholesky(gram) @ rng.standard_normal((count, width))
+        x = brute_force(x, attention, mlp, rng)
+        grams.append(x @ x.T / width)
+    error = np.std(grams, 0) / np.sqrt(60)
+    # five standard errors of 60 draws, and what a width of 400 adds to the mean: a few times 1/400 of the diagonal
+    assert (np.abs(law.gram - np.mean(grams, 0)) < 5 * error + 0.01 * law.gram.diagonal().mean()).all()
+    assert (law.gram.diagonal() > 1.5 * gram.diagonal()).all()  # the branches matter
+
+
+def test_likeness_is_that_of_tokens_with_the_gram_matrix():
+    gram = token_gram(0.3 + 0.7 * np.eye(5), 1.0)
+    law = depth_law(transformer(), gram)
+    x = np.linalg.cholesky(gram) * np.sqrt(5)
+    assert law.rank_residual[0] == pytest.approx(float(rank_residual(x)))
+    assert law.cosine[0] == pytest.approx(0.3)
+    assert law.size[0] == pytest.approx(1.0)
+
+
+def test_rotary_angles_leave_the_law_of_a_query_and_key_at_one_place():
+    """Features are isotropic: what is turned by the same angle has the same inner products."""
+    kinds = [transformer(heads=64, std=0.5, rotary=rotary) for rotary in ((), (0.5,) * 32)]
+    plain, turned = (depth_law(kind, np.eye(2), draws=8) for kind in kinds)
+    apart = abs(plain.entropy - turned.entropy) / np.hypot(plain.entropy_error, turned.entropy_error)
+    assert apart[0] < 5
+    # and of tokens that are all the same only positions tell keys apart
+    same = [depth_law(kind, np.full((6, 6), 1.0) + 1e-6 * np.eye(6), gain=5.0) for kind in kinds]
+    assert same[0].entropy_share[0] > 0.999
+    assert same[1].entropy_share[0] < 0.9
+
+
+def test_a_grid_has_what_its_points_have_alone():
+    model = transformer(3, norm="pre", mlp=RandomMLP(RandomLinear(16, 0.2), RandomLinear(32, 0.2), "gelu"))
+    gram = token_gram(np.eye(7), 1.0)
+    grid = depth_law(model, gram, gain=[[0.5], [4.0]], branch=[1.0, 0.2, 2.0], seed=3)
+    assert grid.entropy.shape == (2, 3, 3)
+    one = depth_law(model, gram, gain=4.0, branch=0.2, seed=3)
+    np.testing.assert_allclose(grid.entropy[1, 1], one.entropy, rtol=1e-9)
+    np.testing.assert_allclose(grid.cosine[1, 1], one.cosine, rtol=1e-9)
+
+
+def test_products_of_small_matrices_take_one_thread_and_give_the_others_back():
+    if _switches() is None:
+        pytest.skip("numpy has no OpenBLAS of its own here")
+    get, put = _switches()
+    before = get()
+    try:
+        put(2)
+        with one_thread():
+            assert get() == 1
+        assert get() == 2
+    finally:
+        put(before)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_what_is_said_to_mend_it_mends_it(norm):
+    mlp = RandomMLP(RandomLinear(16, 0.1), RandomLinear(32, 0.1), "relu")
+    model, gram = transformer(8, norm=norm, mlp=mlp, std=0.05), token_gram(0.2 + 0.8 * np.eye(24), 1.0)
+    sick = trainability(model, gram)
+    assert sick.uniform == tuple(range(8))
+    assert sick.frozen == ()
+    assert depth_law(model, gram, gain=sick.gain, heads=4).entropy_share.max() < 0.9
+    frozen = transformer(8, norm=norm, mlp=mlp, std=5.0)
+    sick = trainability(frozen, gram)
+    assert sick.frozen
+    assert sick.gain < 1
+    assert depth_law(frozen, gram, gain=sick.gain, heads=4).entropy_share.min() > 0.1
+    strong = transformer(8, norm=norm, mlp=mlp, std=0.05, value=RandomLinear(16, 4.0))
+    alike = trainability(strong, gram)
+    assert 0 < alike.alike_from <= 8
+    assert depth_law(strong, gram, branch=alike.branch, heads=4).cosine.max() < 0.9
+    assert alike.depth == alike.alike_from - 1
+
+
+def test_finite_lengths_approach_the_random_energy_model():
+    """Entropy over ln T against the variance over 2 ln T: 1 less it as T → ∞, until all is frozen."""
+    gaps = []
+    for count in (16, 128, 512):
+        linear, variance = RandomLinear(1, 1.0), np.log(count)  # half of where it freezes
+        wide = RandomAttention(4, 4, 400, linear, linear, linear, linear, np.sqrt(variance / 400), causal=False)
+        model = RandomTransformer(1, wide, norm="none")
+        found = trainability_map(model, np.eye(count), [1.0], [1.0])
+        assert found.freezing_gain == pytest.approx(np.sqrt(2))
+        gaps.append(found.entropy_share[0, 0] - 0.5)
+    assert gaps[0] > gaps[1] > gaps[2] > 0
+    assert gaps[2] < 0.15
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: transformer(0), "layers must be a whole number of at least 1, got 0"),
+        (lambda: transformer(10_000), "layers must be at most 1,000, got 10,000"),
+        (lambda: transformer(key_heads=3), "key_heads must divide the 4 heads, got 3"),
+        (lambda: transformer(norm="middle"), "norm must be one of pre, post, none"),
+        (lambda: depth_law(transformer(), [[1.0, 2.0], [2.0, 1.0]]), "gram must be positive semidefinite"),
+        (lambda: depth_law(transformer(), [[1.0]]), "at least 2"),
+        (lambda: depth_law(transformer(), np.diag([1.0, 0.0])), "a token is zero"),
+        (lambda: depth_law(transformer(), np.eye(3), gain=-1.0), "gain and branch must be from 0 to 1e+09"),
+        (lambda: activation_kernel("sine", np.eye(2)), "activation must be one of relu"),
+        (lambda: layer(1).law(processes()["walk"], mean=np.zeros(3)), "mean must be (6,) or (8, 6)"),
+        (lambda: layer(1).law(processes()["walk"], covariance=-np.eye(6)), "positive semidefinite"),
+        (lambda: AttentionLayer(*np.zeros((4, 2, 3, 5))), "w_o must be (2, 5, 3)"),
+    ],
+)
+def test_what_is_no_transformer_is_refused_in_one_sentence(call, words):
+    with pytest.raises(LocaterError) as refused:
+        call()
+    assert words in str(refused.value)
