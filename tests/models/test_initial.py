@@ -110,7 +110,7 @@ def test_widths_and_heads_are_those_of_the_model_built(kind):
 
 @torch.no_grad()
 def measured(config, gain, seed):
-    """Entropy and mean cosine of one network at every depth."""
+    """Entropy, mean cosine and rank residual of one network at every depth."""
     model = built(config, seed)
     norms = [part for name, part in model.named_modules() if name.endswith(("q_norm", "k_norm"))]
     for part in norms or [p for one in attentions(model) for p in (one.query, one.key)]:
@@ -120,11 +120,12 @@ def measured(config, gain, seed):
         given = {"pixel_values": torch.randn(1, 3, 56, 56)}
     out = model(**given, output_attentions=True, output_hidden_states=True)
     entropy = [torch.special.entr(p.double()).sum(-1).mean().item() for p in out.attentions]
-    cosine = []
+    cosine, residual = [], []
     for x in out.hidden_states[:-1]:
+        residual.append(((x - x.mean(1, keepdim=True)).norm() / x.norm()).item())
         x = torch.nn.functional.normalize(x[0].double(), dim=-1)
         cosine.append(((x.sum(0) ** 2).sum() - len(x)).item() / (len(x) * (len(x) - 1)))
-    return np.array(entropy), np.array(cosine)
+    return np.array(entropy), np.array(cosine), np.array(residual)
 
 
 @pytest.mark.parametrize(
@@ -138,12 +139,13 @@ def test_entropy_and_likeness_of_every_layer_are_predicted(kind, gain, full):
     made = initial(config.to_dict(), kind)
     law = depth_law(made.transformer, made.gram(50 if kind == "vit" else TOKENS), gain=gain, draws=48)
     runs = [measured(config, gain, seed) for seed in range(16 if full else 6)]
-    entropy, cosine = (np.mean(part, 0) for part in zip(*runs, strict=True))
+    entropy, cosine, residual = (np.mean(part, 0) for part in zip(*runs, strict=True))
     deficit = law.most_entropy - entropy
     assert (0.15 * law.most_entropy < entropy).all()
     assert deficit[0] > 0.1 * law.most_entropy  # near ln n anything predicts
     assert (np.abs(law.entropy - entropy) < np.maximum(0.1, 0.05 * deficit)).all()
     assert (np.abs(law.cosine[:-1] - cosine) < 0.05).all()
+    assert (np.abs(law.rank_residual[:-1] - residual) < 0.05).all()
 
 
 def test_a_folder_a_file_and_a_configuration_are_one(tmp_path):

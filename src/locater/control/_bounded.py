@@ -8,6 +8,7 @@ Legend: S modules, G key heads, R query heads for each, B sequences of a sample,
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -95,7 +96,8 @@ class Modules(Bounded):
         plain = not any(part[0].others for part in parts)
         views = [[one.view(one.tensor.detach()) for one in part] for part in parts] if plain else [[], []]
         self._kernels = plain and supported(views[0], views[1], None, None)
-        small = len(members) > 1 and sum(4 * one.tensor.numel() for part in parts for one in part) <= _SMALL
+        size = sum(math.prod(part[0].shape) * part[0].tensor.itemsize for part in parts)  # bytes of a module
+        small = 1 < len(members) <= _SMALL // size
         self._weights = [Weights(part, kernels=self._kernels, stacked=small) for part in parts]
         self._dtype = product_type(parts[0][0].tensor)
         self._recorded = small and plain and initial.is_cuda  # LoRA's scaling and adapters may change
