@@ -32,7 +32,7 @@ __all__ = ["Interventions", "random_directions", "with_scale", "with_trace"]
 
 _NEWTON_STEPS = 12  # a few halvings from anywhere, then quadratic convergence
 _LOG_FACTORS = 12.0  # the factor on logits lies between e⁻¹² and e¹²
-_HORIZON = 100  # updates over which the factor for validation is averaged
+_HORIZON = 20  # updates over which the factor for validation is averaged
 _NOISE_SITE = 1 << 32  # beyond dropout's
 
 
