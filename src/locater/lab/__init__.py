@@ -3,6 +3,7 @@
 from locater.lab.config import READINGS, Config, Member, ModelConfig, members_for, parsed
 from locater.lab.data import Corpus, load_corpus
 from locater.lab.engine.stack import Stack
+from locater.lab.intervention import Intervention
 from locater.lab.presets import PRESETS, Preset, preset
 from locater.lab.runs.records import Run, read_metrics, read_run, read_runs
 from locater.lab.runs.sweep import sweep
@@ -13,6 +14,7 @@ __all__ = [
     "READINGS",
     "Config",
     "Corpus",
+    "Intervention",
     "Member",
     "ModelConfig",
     "Preset",
