@@ -38,7 +38,7 @@ def written(folder, perplexities, seeds=SEEDS, steps=(0, 100), plan=SMALL):
         for each in members:
             value = perplexities(condition_of(each), each.seed) if step else 1000.0
             loss = None if value is None else float(np.log(value))
-            heads = dict.fromkeys(("trace", "scale", "trace_square", "entropy", "max_logit"), [[1.0]])
+            heads = {name: [[1.0]] for name in ("trace", "scale", "trace_square", "entropy", "max_logit")}
             record = {"step": step, "member": each.name, "train_loss": loss, "valid_loss": loss, "perplexity": value}
             lines.append(json.dumps(record | heads | {"rank_residual": [0.5, 0.5]}) + "\n")
     (folder / "metrics.jsonl").write_text("".join(lines))
@@ -152,8 +152,8 @@ def test_a_design_that_does_not_fit_together_is_refused():
     for wrong in ({"name": "gain"}, {"name": "gain", "condition": 1, "reference": "none"}):
         with pytest.raises(LocaterError, match="comparison"):
             Comparison.from_json(wrong)
+    deep = design(entropies=(), traces=(), scales=(), layers=6)
     with pytest.raises(LocaterError, match="layer-5-s0 acts on layer 5"):
-        deep = design(entropies=(), traces=(), scales=(), layers=6)
         Plan.of("nowhere", CONFIG.changed(layers=5), members_of(deep), 24, {})
 
 
