@@ -227,6 +227,8 @@ class Member:
             _number("kappa_2", self.kappa_2)
         _one_of("reading", self.reading, tuple(READINGS))
         if self.intervention is not None:
+            if not isinstance(self.intervention, Intervention):
+                raise LocaterError(f"intervention must be an Intervention or None, got {self.intervention!r:.80}")
             self.intervention.check_strengths(self.scale_strength, self.mean_strength)
 
     def to_json(self) -> dict[str, Any]:

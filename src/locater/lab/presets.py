@@ -36,7 +36,7 @@ _FIVE = (0, 1, 2, 3, 4)
 
 def _cause(layers: int, norm: str, levels: Design, about: str) -> Preset:
     paper = _paper(128, layers)
-    config = paper.config.changed(norm=norm, precision="bf16", record_every=1_000, checkpoint_every=10_000)
+    config = paper.config.changed(norm=norm, precision="bf16", record_every=1_000, details=False)
     return Preset(
         f"does localisation cause LocAteR's gain? {about}", config, paper.learning_rate, design=levels, seeds=_FIVE
     )

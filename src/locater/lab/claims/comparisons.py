@@ -137,8 +137,9 @@ def effects_markdown(folders: Folders) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "| condition | perplexity | entropy | scale | trace |", "|---|---|---|---|---|"]
     for one in found.conditions:
-        numbers = f"{one.perplexity:.2f}", f"{one.entropy:.2f}", f"{one.scale:.1f}", f"{one.trace:.2f}"
-        lines.append(f"| `{one.condition}` | " + " | ".join(numbers).replace("-", "−") + " |")
+        trace = f"{round(one.trace, 2) + 0.0:.2f}".replace("-", "−")  # −0 is 0
+        numbers = f"{one.perplexity:.2f}", f"{one.entropy:.2f}", f"{one.scale:.1f}", trace
+        lines.append(f"| `{one.condition}` | " + " | ".join(numbers) + " |")
     return "\n".join(lines) + "\n"
 
 
