@@ -168,10 +168,17 @@ def test_a_follower_follows_the_member_of_its_own_seed():
 # ---------------------------------------------------------------------- the page
 
 
-def test_the_tables_of_docs_cause_are_those_of_the_results():
-    page = (ROOT / "docs" / "cause.md").read_text()
-    for table in effects_markdown(ROOT / "results" / "cause-laptop").split("\n\n"):
-        assert table.strip() in page, "locater claims results/cause-laptop --markdown FILE"
+def test_the_table_of_docs_cause_is_that_of_the_results():
+    folder, page = ROOT / "results" / "cause-laptop", (ROOT / "docs" / "cause.md").read_text()
+    whole = effects_markdown(folder)
+    assert (folder / "claims.md").read_text() == whole, "locater claims results/cause-laptop --markdown …/claims.md"
+    assert whole.split("\n\n")[0] in page
+    ends = {each.condition: each for each in effects(folder).conditions}
+    for name in ("none", "locater"):  # and what the text says
+        assert f"{ends[name].entropy:.2f}" in page
+        assert f"{ends[name].scale:.1f}" in page
+    seen = [each for each in effects(folder).effects if each.verdict in ("lower", "higher")]
+    assert len(seen) == 4
 
 
 def test_what_was_compared_on_the_laptop_is_what_its_preset_plans():
