@@ -137,6 +137,10 @@ MISTAKES = {
     "an address without Ray": (["sweep", "laptop", "--address", "here:1"], "add --engine ray"),
     "an unknown reading": (["sweep", "laptop", "--readings", "mine"], "reading must be one of"),
     "an empty group": (["sweep", "laptop", "--group-size", "0"], "a group needs at least one member"),
+    "a strength beside conditions": (["sweep", "cause-laptop", "--kappa-2", "1"], "has conditions of its own"),
+    "a level out of reach": (["sweep", "cause-laptop", "--set", "tokens=8"], "lies between 0 and 1.326"),
+    "a layer that is not there": (["sweep", "cause-pre-l6", "--set", "layers=2"], "acts on layer 2, but"),
+    "followers apart": (["sweep", "cause-laptop", "--group-size", "4"], "choose a group size of 19 or more"),
 }
 
 
@@ -163,3 +167,17 @@ def test_a_setting_is_read_by_its_kind(tmp_path, text):
 def test_the_presets_are_listed(tmp_path):
     names = json.loads(run("presets", "--json", "-", cwd=tmp_path).stdout)
     assert {"laptop", "paper-d128-l1", "paper-d32-l6"} <= names.keys()
+
+
+def test_a_planned_sweep_prints_its_comparisons(tmp_path, text):
+    small = ["--set", "width=16", "--set", "ffn=16", "--set", "batch=2", "--set", "record_every=2", "--set"]
+    options = ["--data", text, "--steps", 2, "--seeds", "0,1", *small, "valid_blocks=2", "--set", "probe_blocks=2"]
+    run("sweep", "cause-laptop", *options, "--out", "cause", "--json", "-", cwd=tmp_path)
+    done = run("claims", "cause", "--json", "claims.json", "--markdown", "claims.md", cwd=tmp_path)
+    found = json.loads((tmp_path / "claims.json").read_text())
+    assert found["effects"][0]["name"] == "LocAteR's gain"
+    assert all(each["seeds"] == 2 and each["verdict"] != "cannot tell" for each in found["effects"])
+    assert "LocAteR's entropy by temperature alone" in done.stdout
+    assert "| `locaters-entropy` | `none` |" in (tmp_path / "claims.md").read_text()
+    refused = run("claims", "cause", "--seeds-from", "cause", cwd=tmp_path, status=2)
+    assert "--seeds-from is for the paper's claims" in refused.stderr

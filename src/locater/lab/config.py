@@ -10,6 +10,7 @@ from typing import Any
 
 from locater.control.rules.locater import READINGS, paper_strengths
 from locater.errors import LocaterError
+from locater.lab.intervention import Intervention
 
 __all__ = [
     "FREE_IN_ARENA",
@@ -18,17 +19,14 @@ __all__ = [
     "KAPPA_1",
     "METHOD_NAMES",
     "PAPER_KAPPAS",
-    "PRESETS",
     "READINGS",
     "Config",
     "Member",
     "ModelConfig",
-    "Preset",
     "check_whole",
     "fingerprint",
     "members_for",
     "parsed",
-    "preset",
 ]
 
 
@@ -213,6 +211,7 @@ class Member:
     strength: float = 0.0  # of the model's method, if it has one
     kappa_2: float | None = None  # which line of the paper's figures it is; None is no LocAteR
     reading: str = "figures"  # of the paper's objective, see READINGS
+    intervention: Intervention | None = None  # what is held or changed in its training
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or any(c in self.name for c in "\n\r\t/\\"):
@@ -227,9 +226,20 @@ class Member:
         if self.kappa_2 is not None:
             _number("kappa_2", self.kappa_2)
         _one_of("reading", self.reading, tuple(READINGS))
+        if self.intervention is not None:
+            if not isinstance(self.intervention, Intervention):
+                raise LocaterError(f"intervention must be an Intervention or None, got {self.intervention!r:.80}")
+            self.intervention.check_strengths(self.scale_strength, self.mean_strength)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        value = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "intervention"}
+        return value if self.intervention is None else value | {"intervention": self.intervention.to_json()}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Member:
+        if value.get("intervention") is None:
+            return cls(**value)
+        return cls(**{**value, "intervention": Intervention(**value["intervention"])})
 
 
 KAPPA_1 = 100.0
@@ -262,44 +272,6 @@ def members_for(
     return made
 
 
-@dataclass(frozen=True)
-class Preset:
-    """A configuration, the learning rate that goes with it, and the κ₂ a sweep over it takes."""
-
-    about: str
-    config: Config
-    learning_rate: float
-    kappas: tuple[float | None, ...] = (None, *PAPER_KAPPAS)
-
-
-def _paper(width: int, layers: int) -> Preset:
-    return Preset(
-        f"Section 7 and Appendix D: WikiText-2, d = {width}, {layers} layer{'s' if layers > 1 else ''}",
-        Config(model=ModelConfig(width=width, ffn=width, layers=layers), data="wikitext-2"),
-        learning_rate=2.5e-5 if width == 128 else 1e-4,
-    )
-
-
-PRESETS: dict[str, Preset] = {
-    **{f"paper-d{width}-l{layers}": _paper(width, layers) for width in (128, 32) for layers in (1, 3, 6)},
-    "laptop": Preset(
-        "the embedded corpus, d = 64, one layer: minutes on two cores",
-        Config(
-            model=ModelConfig(width=64, ffn=64, layers=1, tokens=64),
-            vocabulary=4096,
-            batch=32,
-            steps=600,
-            record_every=50,
-            checkpoint_every=200,
-            probe_blocks=128,
-            valid_blocks=256,
-        ),
-        learning_rate=2e-3,
-        kappas=(None, 1.0, 100.0),
-    ),
-}
-
-
 def parsed(name: str, word: str) -> Any:
     """The value of a setting, from the word that was typed."""
     kinds = {f.name: str(f.type) for f in (*fields(ModelConfig), *fields(Config)) if f.name != "model"}
@@ -313,12 +285,6 @@ def parsed(name: str, word: str) -> Any:
     except (KeyError, ValueError) as error:
         wanted = "true or false" if "bool" in kind else "a whole number" if "int" in kind else "a number"
         raise LocaterError(f"{name} takes {wanted}, got {word!r:.80}") from error
-
-
-def preset(name: str) -> Preset:
-    if name not in PRESETS:
-        raise LocaterError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
-    return PRESETS[name]
 
 
 def fingerprint(value: Any) -> str:

@@ -216,7 +216,7 @@ def _chosen(folder: str | Path, runs: Sequence[Run]) -> dict[tuple[float | None,
     """A member for each κ₂ and seed, that differ in nothing else."""
     found: dict[tuple[float | None, int], tuple[Run, Member]] = {}
     for run in runs:
-        for member in run.members:
+        for member in filter(_in_figures, run.members):
             line = member.kappa_2, member.seed
             if member.kappa_2 is None:
                 found.setdefault(line, (run, member))  # without LocAteR, every reading trains the same model
@@ -235,6 +235,12 @@ def _chosen(folder: str | Path, runs: Sequence[Run]) -> dict[tuple[float | None,
     if len(apart) > 1 or len(apart_with) > 1:
         raise LocaterError(f"the members in {folder} differ in more than κ₂ and the seed; a figure compares these only")
     return found
+
+
+def _in_figures(member: Member) -> bool:
+    """Whether a line of the paper's figures can be it: no intervention, and without a κ₂ no LocAteR."""
+    plain = not (member.scale_strength or member.mean_strength)
+    return member.intervention is None and (member.kappa_2 is not None or plain)
 
 
 def _shape(width: int, layers: int) -> str:

@@ -51,6 +51,9 @@ class Method:
     def refresh(self, values: Parameters) -> None:
         """Before a training forward; `values` are the float32 parameters."""
 
+    def begin(self, real: Tensor) -> None:
+        """Before a training forward of a batch whose queries (E, N) are `real`, or padding."""
+
     def weights(self, p: Parameters) -> Parameters:
         """What the forward uses in place of p."""
         return p
@@ -75,6 +78,16 @@ class Method:
 
     def cap(self, member: int) -> float | None:
         """The cap on a member's logits, which statistics need."""
+        del member
+        return None
+
+    def pull(self, layer: int, of_q: Tensor, of_k: Tensor, clock: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of LocAteR's penalty (E, H, K, D), as the optimizer gets them after `clock` updates."""
+        del layer, clock
+        return of_q, of_k
+
+    def temperatures(self, member: int) -> Tensor | None:
+        """By which a member's logits are divided, (L, H), if that is not 1."""
         del member
         return None
 

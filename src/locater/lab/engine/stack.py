@@ -23,8 +23,9 @@ from locater.lab.data import EOS, PAD, Corpus
 from locater.lab.engine._recorders import Begin, Recorders
 from locater.lab.engine._validation import attention_metrics, valid_loss
 from locater.lab.engine.heads import query_key_matrix, split_qkv
+from locater.lab.engine.interventions import Interventions
 from locater.lab.engine.loss import loss_and_gradient
-from locater.lab.engine.methods import method_of
+from locater.lab.engine.methods import Method, method_of
 from locater.lab.engine.model import (
     Dropout,
     add_rows_,
@@ -88,7 +89,7 @@ class Stack:
             TokenBlocks(corpus.splits[split], config.model.tokens, EOS, device) for split in ("train", "valid")
         )
         self.segments = self._initial_segments(len(corpus.words))
-        self.method = method_of(config.model, self._settings("strength"))
+        self.method = self._method()
         self.method.start(self.body(self.segments["body"].value))
         self._copy_low()
         rates = self._settings("learning_rate"), self._settings("decay")
@@ -115,6 +116,12 @@ class Stack:
         stacked["body"] = functional.pad(body, (0, -body.shape[1] % 16))
         names = [name for name in ("embedding", "output", "body") if name in stacked]
         return {name: Segment.of(stacked.pop(name).to(self.device), dtype) for name in names}
+
+    def _method(self) -> Method:
+        strength = self._settings("strength")
+        if any(member.intervention for member in self.members):
+            return Interventions(self.config, self.members, strength)
+        return method_of(self.config.model, strength)
 
     def _settings(self, name: str) -> Tensor:
         """One of the members' numbers, (E,)."""
@@ -206,6 +213,7 @@ class Stack:
         for value in low.values():
             value.requires_grad_()
         self.method.refresh(self.body(self.segments["body"].value))
+        self.method.begin(counted)
         with torch.enable_grad():
             x = hidden_states(low, embedded, model, drop, self._recorders.probe(inputs), self.method)
         found = loss_and_gradient(x.detach(), self.output.low, targets, weights, self.output.gradient)
@@ -294,6 +302,7 @@ class Stack:
         values, gradients = self.body(body.value), self.body(body.gradient)
         for layer in range(model.layers):
             of_q, of_k = penalty_gradient(query_key_matrix(values, layer, model), scale * factor, mean * factor, target)
+            of_q, of_k = self.method.pull(layer, of_q, of_k, self._clock)
             at = f"layers.{layer}."
             if model.joint_qk:
                 gradients[at + "qk.weight"] += of_k
@@ -333,6 +342,8 @@ class Stack:
             row |= {name: _rounded(value[e].tolist()) for name, value in columns.items()}
             loss = row["valid_loss"]
             row["perplexity"] = None if loss is None else _rounded(float(np.exp(loss)))
+            if (temperatures := self.method.temperatures(e)) is not None:
+                row["temperature"] = _rounded(temperatures.tolist())
             if broke_at[e] >= 0:
                 row["broke_at"] = broke_at[e]
             rows.append(row)

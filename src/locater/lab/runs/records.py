@@ -2,6 +2,7 @@
 
     {"step": 500, "member": "k1-s0", "train_loss": …, "valid_loss": …, "perplexity": …,      nats a token
      "trace": [[…]], "scale": [[…]], "trace_square": [[…]], "entropy": [[…]], "max_logit": [[…]],   layer × head
+     "temperature": [[…]],            layer × head, of members whose entropy is held: what logits are divided by
      "rank_residual": […],            of the hidden states: the embeddings, then after each layer
      "rho": [[[…]]],                  layer × head × token position
      "eigenvalues": [[[[…]]]]}        of W_QK, layer × head × eigenvalue × real and imaginary part; in the last record
@@ -41,7 +42,7 @@ _DIMENSIONS = {
     **dict.fromkeys(("trace", "scale", "trace_square", "entropy", "max_logit"), 2),
     "rank_residual": 1,
 }
-_IF_THERE = {"broke_at": 0, "rho": 3, "eigenvalues": 4}
+_IF_THERE = {"broke_at": 0, "temperature": 2, "rho": 3, "eigenvalues": 4}
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def read_run(folder: str | Path) -> Run:
     value = read_json(path)
     try:
         config = Config.from_json(value.pop("config"))
-        members = tuple(Member(**member) for member in value.pop("members"))
+        members = tuple(Member.from_json(member) for member in value.pop("members"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LocaterError(f"cannot read {path}: {_said(error)}") from error
     return Run(folder, config, members, value)

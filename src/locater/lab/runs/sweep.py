@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from locater.io import inside, json_bytes, read_json, remove_unfinished, writabl
 from locater.lab.config import FREE_TO_RESUME, Config, Member
 from locater.lab.data import Corpus, load_corpus
 from locater.lab.engine.stack import check_sizes
+from locater.lab.intervention import check_interventions
 from locater.lab.runs.lock import exclusive_lock
 from locater.lab.runs.train import Progress, train
 
@@ -47,8 +49,9 @@ class Plan:
     ) -> Plan:
         if group_size < 1:
             raise LocaterError(f"a group needs at least one member, got {group_size}")
-        parts = [tuple(members[start : start + group_size]) for start in range(0, len(members), group_size)]
-        groups = tuple(Group(f"group-{i:02d}", part) for i, part in enumerate(parts))
+        groups = tuple(Group(f"group-{i:02d}", part) for i, part in enumerate(_parts(members, group_size)))
+        for group in groups:
+            check_interventions(config.model, group.members)
         return cls(Path(folder).absolute(), config, groups, about)
 
     @classmethod
@@ -57,7 +60,7 @@ class Plan:
         try:
             config = Config.from_json(value.pop("config"))
             groups = tuple(
-                Group(group["name"], tuple(Member(**member) for member in group["members"]))
+                Group(group["name"], tuple(Member.from_json(member) for member in group["members"]))
                 for group in value.pop("groups")
             )
             for group in groups:
@@ -81,6 +84,10 @@ class Plan:
         earlier = Plan.from_json(read_json(path), path)
         if earlier.groups != self.groups or not self.config.same_but(FREE_TO_RESUME, earlier.config):
             raise LocaterError(f"{self.folder} holds another sweep; choose another folder, or remove it to start anew")
+        if earlier.about.get("comparisons") != self.about.get("comparisons"):
+            raise LocaterError(
+                f"{self.folder} was begun with other planned comparisons, which stay as they are: choose another folder"
+            )
 
     def write(self) -> None:
         """Puts the plan into the folder, if it is free for it."""
@@ -90,6 +97,25 @@ class Plan:
         with exclusive_lock(writable_folder(self.folder)):
             remove_unfinished(self.folder)
             write_file(self.folder / _FILE, json_bytes(value, indent=1) + b"\n")
+
+
+def _parts(members: Sequence[Member], size: int) -> list[tuple[Member, ...]]:
+    """In their order, at most `size` each; neighbours of one seed stay together if one of them follows another."""
+    runs = [tuple(run) for _, run in groupby(members, key=lambda member: member.seed)]
+    follow = [any(member.intervention and member.intervention.leader for member in run) for run in runs]
+    together = [part for run, one in zip(runs, follow, strict=True) for part in ([run] if one else [(m,) for m in run])]
+    parts: list[tuple[Member, ...]] = []
+    for part in together:
+        if len(part) > size:
+            raise LocaterError(
+                f"the {len(part)} members with seed {part[0].seed} follow each other and train as one group, "
+                f"which is to have at most {size}: choose a group size of {len(part)} or more"
+            )
+        if parts and len(parts[-1]) + len(part) <= size:
+            parts[-1] += part
+        else:
+            parts.append(part)
+    return parts
 
 
 def sweep(

@@ -21,8 +21,10 @@ from locater.errors import LocaterError, require
 from locater.io import remove_unfinished, writable_folder
 from locater.lab.config import FREE_TO_RESUME, Config, Member, fingerprint
 from locater.lab.data import Corpus, load_corpus
+from locater.lab.engine.interventions import Interventions
 from locater.lab.engine.methods import METHODS
 from locater.lab.engine.stack import Stack, check_sizes
+from locater.lab.intervention import check_interventions
 from locater.lab.runs import checkpoint
 from locater.lab.runs.lock import exclusive_lock
 from locater.lab.runs.records import MetricsFile, Run, read_records, read_run, write_run
@@ -71,6 +73,7 @@ def train(
     names = [member.name for member in members]
     if not members or len(set(names)) < len(names):
         raise LocaterError(f"a run needs members whose names differ, got {', '.join(names) or 'none'}")
+    check_interventions(config.model, members)
     torch_device = device_of(device)
     corpus = corpus or load_corpus(config.data, unit=config.unit, vocabulary=config.vocabulary)
     folder = Path(folder)
@@ -222,7 +225,7 @@ def _check_same(earlier: Run, run: Run) -> None:
         differs = next((key for key in then if then[key] != now[key]), "the text")
         if differs == "members" and len(then[differs]) == len(now[differs]):
             pairs = zip(then[differs], now[differs], strict=True)
-            fields = [key for a, b in pairs for key in a if a[key] != b[key]]
+            fields = [key for a, b in pairs for key in a | b if a.get(key) != b.get(key)]
             differs = f"{fields[0]} of its members"
         raise LocaterError(
             f"{run.folder} belongs to another run: {differs} differs; choose another folder, or remove it to start anew"
@@ -235,7 +238,9 @@ def _fingerprint(run: Run) -> str:
     if settings["model"]["positions"] == "sines":  # checkpoints that were written before there were others
         del settings["model"]["positions"]
     version = METHODS[run.config.model.method].version
-    rest = [] if version == 1 else [version]  # the first had no number in its checkpoints
+    rest: list[Any] = [] if version == 1 else [version]  # the first had no number in its checkpoints
+    if any(member.intervention for member in run.members):
+        rest.append(["interventions", Interventions.version])
     return fingerprint([settings, [member.to_json() for member in run.members], run.about.get("corpus"), *rest])
 
 

@@ -1,0 +1,191 @@
+"""Comparisons are made as they were planned, by seed; docs/cause.md shows what the runs in results/ give."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_1samp
+
+from locater import LocaterError
+from locater.lab import PRESETS, Config, Intervention, Member, ModelConfig
+from locater.lab.cause import Comparison, Condition, Design, condition_of, design
+from locater.lab.claims import effects, effects_markdown, has_comparisons
+from locater.lab.claims.series import read_sweep
+from locater.lab.runs.records import Run, write_run
+from locater.lab.runs.sweep import Plan
+
+ROOT = Path(__file__).parent.parent.parent.parent
+CONFIG = Config(model=ModelConfig(width=16, ffn=16, tokens=8), steps=100)
+SMALL = design(entropies=(1.0,), traces=(0.0,), scales=(2.0,))
+SEEDS = (0, 1, 2)
+
+
+def members_of(made, config=CONFIG, seeds=SEEDS):
+    return made.members(config, seeds, learning_rate=1e-3, decay=0.01)
+
+
+def written(folder, perplexities, seeds=SEEDS, steps=(0, 100), plan=SMALL):
+    """A sweep's folder in which every member of a condition ends at a perplexity of seed."""
+    members = members_of(plan, seeds=seeds)
+    folder.mkdir(parents=True)
+    write_run(Run(folder, CONFIG, tuple(members), {"comparisons": plan.to_json(), "corpus": "a text"}))
+    lines = []
+    for step in steps:
+        for each in members:
+            value = perplexities(condition_of(each), each.seed) if step else 1000.0
+            loss = None if value is None else float(np.log(value))
+            heads = {name: [[1.0]] for name in ("trace", "scale", "trace_square", "entropy", "max_logit")}
+            record = {"step": step, "member": each.name, "train_loss": loss, "valid_loss": loss, "perplexity": value}
+            lines.append(json.dumps(record | heads | {"rank_residual": [0.5, 0.5]}) + "\n")
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return folder
+
+
+def by_condition(condition, seed):
+    shift = {"locater": -2.0, "noise": 1.0}.get(condition, 0.0)
+    return 200.0 + 10 * seed + shift + 0.1 * seed * (shift != 0) + 5 * (condition == "trace-0") * (-1) ** seed
+
+
+def test_effects_are_paired_by_seed_with_student_s_interval(tmp_path):
+    found = {each.name: each for each in effects(written(tmp_path / "run", by_condition)).effects}
+    assert list(found) == [comparison.name for comparison in SMALL.comparisons]
+    for each in found.values():
+        pairs = [[by_condition(name, seed) for seed in SEEDS] for name in (each.condition, each.reference)]
+        change = np.divide(*map(np.array, pairs)) - 1
+        if np.ptp(change) == 0:
+            assert (each.change, each.half_width) == (0, 0)
+            assert each.verdict == "no effect seen"
+            continue
+        interval = ttest_1samp(change, 0).confidence_interval(0.95)
+        assert each.change - each.half_width == pytest.approx(interval.low, rel=1e-9)
+        assert each.change + each.half_width == pytest.approx(interval.high, rel=1e-9)
+        expected = "lower" if interval.high < 0 else "higher" if interval.low > 0 else "no effect seen"
+        assert each.verdict == expected
+    assert found["LocAteR's gain"].verdict == "lower"
+    assert found["noise of LocAteR's size"].verdict == "higher"
+    assert found["trace held at 0"].verdict == "no effect seen"
+
+
+def test_seeds_in_several_folders_are_one_sweep(tmp_path):
+    one = written(tmp_path / "one", by_condition)
+    parts = [written(tmp_path / f"seed-{seed}", by_condition, seeds=(seed,)) for seed in SEEDS]
+    assert effects(parts) == effects(one)
+    with pytest.raises(LocaterError, match="once more; give each seed once"):
+        effects([one, parts[0]])
+    other = written(
+        tmp_path / "other", by_condition, seeds=(7,), plan=replace(SMALL, comparisons=SMALL.comparisons[1:])
+    )
+    with pytest.raises(LocaterError, match="different planned comparisons"):
+        effects([one, other])
+
+
+def test_one_seed_a_broken_member_and_an_unfinished_run_leave_it_open(tmp_path):
+    (alone, *_) = effects(written(tmp_path / "alone", by_condition, seeds=(0,))).effects
+    assert (alone.verdict, alone.measured) == ("cannot tell", "−1.00%, one seed")
+    broken = written(tmp_path / "broken", lambda name, seed: None if name == "locater" else by_condition(name, seed))
+    (first, *_) = effects(broken).effects
+    assert (first.verdict, first.measured) == ("cannot tell", "broke")
+    begun = effects(written(tmp_path / "begun", by_condition, steps=(0, 50)))
+    assert begun.step == 50
+    assert {each.verdict for each in begun.effects} == {"cannot tell"}
+
+
+def test_a_sweep_without_planned_comparisons_has_none(tmp_path):
+    write_run(Run(tmp_path, CONFIG, (Member("one"),), {}))
+    assert not has_comparisons(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(LocaterError, match="no comparisons were planned"):
+        effects(tmp_path)
+
+
+def test_the_paper_s_claims_pass_over_interventions(tmp_path):
+    """Without LocAteR, and with κ₂ = 1, a seed has one member each; a flipped trace is neither."""
+    lines = read_sweep(written(tmp_path / "run", by_condition)).members
+    assert [line.name for line in lines] == [f"{name}-s{seed}" for name in ("none", "locater") for seed in SEEDS]
+
+
+# ---------------------------------------------------------------------- designs
+
+
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.design is not None])
+def test_every_preset_with_a_design_is_one_plan_of_whole_seeds(name, tmp_path):
+    preset = PRESETS[name]
+    members = members_of(preset.design, preset.config, preset.seeds)
+    plan = Plan.of(tmp_path, preset.config, members, 24, {})
+    assert len(preset.seeds) >= 5
+    assert [len({member.seed for member in group.members}) for group in plan.groups] == [1] * len(preset.seeds)
+    assert {condition_of(member) for member in members} == {condition.name for condition in preset.design.conditions}
+    leaders = {member.intervention.leader for member in members if member.intervention} - {None}
+    assert leaders == {f"{name}-s{seed}" for name in ("none", "locater") for seed in preset.seeds}
+    compared = {each.condition for each in preset.design.comparisons} | {"none"}
+    assert compared == {condition.name for condition in preset.design.conditions}
+
+
+def test_members_that_follow_each_other_are_not_separated(tmp_path):
+    members = members_of(SMALL)
+    count = len(SMALL.conditions)
+    assert [len(g.members) for g in Plan.of(tmp_path, CONFIG, members, 2 * count + 1, {}).groups] == [2 * count, count]
+    with pytest.raises(LocaterError, match=f"choose a group size of {count} or more"):
+        Plan.of(tmp_path, CONFIG, members, count - 1, {})
+    free = [member for member in members if member.intervention is None]
+    assert [len(g.members) for g in Plan.of(tmp_path, CONFIG, free, 5, {}).groups] == [5, 5, 2]
+
+
+def test_comparisons_stay_as_they_were_planned(tmp_path):
+    plan = Plan.of(tmp_path / "sweep", CONFIG, members_of(SMALL), 24, {"comparisons": SMALL.to_json()})
+    plan.write()
+    plan.check()
+    assert json.loads((tmp_path / "sweep" / "sweep.json").read_text())["comparisons"] == SMALL.to_json()
+    with pytest.raises(LocaterError, match="begun with other planned comparisons"):
+        replace(plan, about={"comparisons": SMALL.to_json()[:3]}).check()
+
+
+def test_a_design_that_does_not_fit_together_is_refused():
+    with pytest.raises(LocaterError, match="'gain' compares some, which is no condition"):
+        Design((Condition("none"),), (Comparison("gain", "some", "none"),))
+    with pytest.raises(LocaterError, match="names a condition twice"):
+        Design((Condition("none"), Condition("none")), ())
+    for wrong in ({"name": "gain"}, {"name": "gain", "condition": 1, "reference": "none"}):
+        with pytest.raises(LocaterError, match="comparison"):
+            Comparison.from_json(wrong)
+    deep = design(entropies=(), traces=(), scales=(), layers=6)
+    with pytest.raises(LocaterError, match="layer-5-s0 acts on layer 5"):
+        Plan.of("nowhere", CONFIG.changed(layers=5), members_of(deep), 24, {})
+
+
+def test_a_follower_follows_the_member_of_its_own_seed():
+    made = Condition("as", intervention=Intervention(entropy_of="none")).member(
+        CONFIG, 3, learning_rate=1e-3, decay=0.01, kappa_1=100
+    )
+    assert made.intervention == Intervention(entropy_of="none-s3")
+    assert (made.name, made.seed, made.kappa_2) == ("as-s3", 3, None)
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def test_the_table_of_docs_cause_is_that_of_the_results():
+    folder, page = ROOT / "results" / "cause-laptop", (ROOT / "docs" / "cause.md").read_text()
+    whole = effects_markdown(folder)
+    assert (folder / "claims.md").read_text() == whole, "locater claims results/cause-laptop --markdown …/claims.md"
+    assert whole.split("\n\n")[0] in page
+    ends = {each.condition: each for each in effects(folder).conditions}
+    for name in ("none", "locater"):  # and what the text says
+        assert f"{ends[name].entropy:.2f}" in page
+        assert f"{ends[name].scale:.1f}" in page
+    seen = [each for each in effects(folder).effects if each.verdict in ("lower", "higher")]
+    assert len(seen) == 4
+
+
+def test_what_was_compared_on_the_laptop_is_what_its_preset_plans():
+    run = json.loads((ROOT / "results" / "cause-laptop" / "sweep.json").read_text())
+    preset = PRESETS["cause-laptop"]
+    assert run["comparisons"] == preset.design.to_json()
+    assert Config.from_json(run["config"]) == preset.config
+    members = [Member.from_json(member) for group in run["groups"] for member in group["members"]]
+    expected = preset.design.members(preset.config, preset.seeds, learning_rate=preset.learning_rate, decay=0.01)
+    assert members == expected
