@@ -86,6 +86,30 @@ def test_a_step_moves_no_heads_logits_by_more_than_the_bound(family):
     assert found.max() > 0.98e-3
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("size", [0.1, 1.0])
+def test_nor_does_a_large_one(family, size):
+    """In models with QK-norm, where logits saturate, as well."""
+    torch.manual_seed(0)
+    model = build(family).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    reg = DecoupledLocAteR(model, change=0.1, spread=1e6).attach(optimizer)
+    run(model)
+    before = {a.module: a.logits(reg._states.of(a)).detach() for a in attentions(model)}
+    moved(model, size)
+    optimizer.step()
+    found = torch.cat(
+        [
+            spread_of((a.logits(reg._states.of(a)).detach() - before[a.module]).transpose(0, 1))
+            for a in attentions(model)
+        ]
+    )
+    assert (found < 0.101).all()
+    assert (
+        max(value for name, value in reg.measure().items() if name.endswith("/change")) > 0.5
+    )  # before it was bounded
+
+
 def test_the_sample_is_what_entered_the_model_s_own_attention():
     model = build("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -35,7 +35,8 @@ _SMALL = 256 << 20  # bytes of W_Q and W_K of a group up to which they are multi
 
 
 class Bounded(ABC):
-    """Attention modules of one shape in a step of their optimizer: `begin` before it, `measure` and `end` after it."""
+    """Attention modules of one shape in a step of their optimizer: `begin` before it, `measure` and `write` after it,
+    again and again if logits do not follow the weights linearly, then `end`."""
 
     def __init__(self, members: Sequence[Attention], initial: Tensor, moved: Moved) -> None:
         """`moved`: whether the optimizer moves a tensor."""
@@ -45,6 +46,7 @@ class Bounded(ABC):
         self._stored = without_repeats([one for index in (0, 1) for one in stored_of(parts[index], index, moved)])
         # a norm takes out what its input is multiplied by
         norms = members[0].query_norm, members[0].key_norm
+        self.linear = norms == (None, None)  # whether logits follow the weights so, but for products of two updates
         acts = [norms[i] is None and any(moved(t) for t in parts[i][0].tensors) for i in (0, 1)]
         self._acts = acts[0], acts[1]
 
@@ -57,9 +59,13 @@ class Bounded(ABC):
         """`logit_moments` of every head (S, G, R, 3)."""
 
     @abstractmethod
-    def end(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
+    def write(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
         """Writes what the rule makes of the step by the moments that `measure` gave; nothing where GradScaler skipped
         it."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Lets go of what was kept."""
 
     def _factors(
         self, rule: Decoupled, moments: Tensor, factor: Tensor | float, overflow: Tensor | float, every: int
@@ -72,7 +78,7 @@ class Bounded(ABC):
             found = Factors(*(torch.where(overflow.to(x.device) > 0, 1.0, x) for x in found))
         return found
 
-    def _write(self, old: Sequence[Copy], found: Factors) -> None:
+    def _mix(self, old: Sequence[Copy], found: Factors) -> None:
         for one, copy in zip(self._stored, old, strict=True):
             one.mix_(copy, found.keep, (found.query, found.key)[one.index])
 
@@ -121,18 +127,20 @@ class Modules(Bounded):
         self._run("measure", self._compare)
         return self._moments
 
-    def end(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
+    def write(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
         if self._given.is_cuda:
             self._give(factor, overflow)
 
             def write() -> None:
-                self._write(self._old, self._factors(rule, self._moments, self._given[0], self._given[1], every))
+                self._mix(self._old, self._factors(rule, self._moments, self._given[0], self._given[1], every))
 
             self._run((rule, every), write)
         else:
             found = self._factors(rule, self._moments, factor, 0.0 if overflow is None else overflow, every)
             if not _nothing_to_write(found):
-                self._write(self._old, found)
+                self._mix(self._old, found)
+
+    def end(self) -> None:
         if not self._recorded:  # else graphs write to them in the next step
             self._old, self._before, self._states = [], [], None
 
@@ -235,9 +243,11 @@ class OneModule(Bounded):
         self._moments = logit_moments(self._before, logits_of(self._attention, self._states))
         return self._moments
 
-    def end(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
+    def write(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
         found = self._factors(rule, self._moments, factor, 0.0 if overflow is None else overflow, every)
         if not _nothing_to_write(found):
-            self._write(self._old, found)
+            self._mix(self._old, found)
+
+    def end(self) -> None:
         self._old = []
         del self._before, self._states

@@ -30,6 +30,8 @@ from locater.names import plain_name
 
 __all__ = ["DecoupledLocAteR", "DecoupledLocAteRMethod"]
 
+_LOOKS = 3  # more, at what was left of a step, where queries and keys are normalised
+
 _Work: TypeAlias = tuple[Bounded, list[Callable[[], Tensor]]]
 
 
@@ -55,10 +57,10 @@ class DecoupledLocAteR(Regulariser):
     began, for a checkpoint whose heads are sharper), W_Q and W_K are shrunk to it.
 
     Neither counts updates or depends on the batch; under Muon they mean the same. Where query heads share a key, the
-    one that moves most decides for all. Heads within both bounds are not touched, not in a bit. The bound on the change
-    is of first order in the step. Where a model normalises queries and keys itself, logits do not follow the weights
-    linearly: a large step may move them by several bounds, and their spread is the norm's, and stays. Of LoRA's, the
-    factors that are trained are kept back and shrunk, a module's together.
+    one that moves most decides for all. Heads within both bounds are not touched, not in a bit. Where a model
+    normalises queries and keys itself, logits do not follow the weights linearly: what is left of a step is looked at
+    again, three times; their spread is the norm's, and stays. Of LoRA's, the factors that are trained are kept back and
+    shrunk, a module's together.
 
     `every`: acts in each n-th step only, for an n-th of the time; what the steps between changed is taken to be as
     much, and at most one whole update in n is taken back for it. `schedule`, if given, divides both bounds: a function
@@ -197,23 +199,35 @@ class DecoupledLocAteR(Regulariser):
 
     @torch.no_grad()
     def _end(self, begun: Sequence[Bounded], overflow: Tensor | None, factor: float) -> None:
-        self._moments = [(one.names, one.measure()) for one in begun]
-        self._average()
+        self._moments = self._averaged(begun)
         for one in begun:
-            one.end(self.rule, factor, overflow, self.every)
+            one.write(self.rule, factor, overflow, self.every)
+        curved = [one for one in begun if not one.linear]
+        if (
+            curved
+        ):  # where a part of an update moves logits by more than that part of the whole: what is left is looked at
+            self._moments = [(names, moments.clone()) for names, moments in self._moments]
+            for _ in range(_LOOKS):
+                self._averaged(curved)
+                for one in curved:
+                    one.write(self.rule, factor, overflow, every=1)
+        for one in begun:
+            one.end()
 
-    def _average(self) -> None:
-        """Over the ranks, each of which has seen a sample of its own; modules by name, whose order that may change."""
+    def _averaged(self, bounded: Sequence[Bounded]) -> list[tuple[list[str], Tensor]]:
+        """Names of modules and their moments, over the ranks, each of which has seen a sample of its own."""
+        found = [(one.names, one.measure()) for one in bounded]
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1
-        named = {name: own for names, moments in self._moments for name, own in zip(names, moments, strict=True)}
+        named = {name: own for names, moments in found for name, own in zip(names, moments, strict=True)}
         if not several or not named:
-            return
-        ordered = [named[name] for name in sorted(named)]
+            return found
+        ordered = [named[name] for name in sorted(named)]  # ranks may work on modules in another order
         together = torch.cat([one.flatten() for one in ordered])
         dist.all_reduce(together, group=self.group)
         together /= dist.get_world_size(self.group)
         for one, part in zip(ordered, together.split([one.numel() for one in ordered]), strict=True):
             one.copy_(part.view_as(one))
+        return found
 
     # ------------------------------------------------------------------ logs and state
 
