@@ -17,6 +17,7 @@ from locater import LocaterError
 from locater.control import DecoupledLocAteR, QKNorm, _bounded, decoupled
 from locater.control.rules.decoupled import SEQUENCES, TOKENS, Decoupled, logit_moments
 from locater.models import attentions
+from replaying import put_in_place_of_cuda
 
 PLAIN = [name for name in FAMILIES if name not in ("t5",)]
 
@@ -918,8 +919,39 @@ def test_modules_together_make_the_steps_they_make_alone(monkeypatch, family):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.bitwise  # dispatch modes both
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
+def test_steps_can_be_replayed(monkeypatch, family, every):
+    """As a CUDA graph does, on the tensors of the step that was recorded, and without asking for a number."""
+
+    class Recorded(_bounded.Modules):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self._on_device = self._recorded = True
+
+    torch.manual_seed(0)
+    models = [build(family)]
+    models.append(copy.deepcopy(models[0]))
+    put_in_place_of_cuda(monkeypatch)
+    for index, model in enumerate(models):
+        if index:
+            monkeypatch.setattr(decoupled, "Modules", Recorded)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        reg = DecoupledLocAteR(model, change=0.02, spread=0.5, every=every).attach(optimizer)
+        for step in range(9):
+            torch.manual_seed(step)  # of dropout
+            run(model)
+            moved(model, 0.05 * (1 + step % 3), seed=step)
+            optimizer.step()
+        graphs = [len(one._graphs) for plan in reg._plans for one, _ in plan.work]
+        assert graphs == ([0] if index == 0 else [3 + (every > 1 and family == "qwen3")])
+    for a, b in zip(weights(models[0]).values(), weights(models[1]).values(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @on_gpu
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
 def test_recorded_steps_are_those_that_are_not(monkeypatch, family):
     """On a GPU: the same kernels, replayed; the first two steps are not recorded yet."""
     torch.manual_seed(0)

@@ -106,8 +106,10 @@ class Modules(Bounded):
         small = 1 < len(members) <= _SMALL // size
         self._weights = [Weights(part, kernels=self._kernels, stacked=small) for part in parts]
         self._dtype = product_type(parts[0][0].tensor)
-        self._recorded = small and plain and initial.is_cuda  # LoRA's scaling and adapters may change
-        self._graphs: dict[Any, _Recorded] = {}
+        self._on_device = initial.is_cuda  # then nothing is asked of it: what is to be written is found out there
+        self._recorded = small and plain and self._on_device  # LoRA's scaling and adapters may change
+        self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        self._steps = 0
         self._states: Tensor | None = None
         self._old: list[Copy] = []
         self._before: list[Tensor] = []  # q and k of the sample
@@ -117,6 +119,7 @@ class Modules(Bounded):
         self._rotation: tuple[Tensor, Tensor] | None = None
 
     def begin(self, states: Sequence[Tensor]) -> None:
+        self._steps += 1
         if self._states is None:
             self._states = torch.stack([x.to(self._dtype) for x in states])
         else:
@@ -128,7 +131,7 @@ class Modules(Bounded):
         return self._moments
 
     def write(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
-        if self._given.is_cuda:
+        if self._on_device:
             self._give(factor, overflow)
 
             def write() -> None:
@@ -145,15 +148,23 @@ class Modules(Bounded):
             self._old, self._before, self._states = [], [], None
 
     def _run(self, name: Any, function: Callable[[], None]) -> None:
-        if self._recorded:
-            self._graphs.setdefault(name, _Recorded())(function, self.initial)
+        """As a CUDA graph from the third step on: `begin` is recorded first, then what reads what it keeps."""
+        if self._recorded and self._steps > 2 and not torch.cuda.is_current_stream_capturing():
+            with on(self.initial):
+                if name not in self._graphs:
+                    self._graphs[name] = torch.cuda.CUDAGraph()
+                    # a stream of this device: the default one belongs to the device that captured first
+                    stream = torch.cuda.Stream(self.initial.device)
+                    with torch.cuda.graph(self._graphs[name], stream=stream, capture_error_mode="thread_local"):
+                        function()
+                self._graphs[name].replay()
         else:
             function()
 
     def _give(self, factor: float, overflow: Tensor | None) -> None:
         """To the device, what is not there yet."""
         if factor != self._given_factor:
-            self._given[:1].copy_(torch.tensor([factor], pin_memory=True), non_blocking=True)
+            self._given[0].fill_(factor)  # no copy from the host, which would wait
         if overflow is not None:
             self._given[1].copy_(overflow.reshape(()))
         elif self._given_overflow:
@@ -199,29 +210,6 @@ class Modules(Bounded):
             assert self._first.rope is not None
             q, k = (self._first.rope.rotate_by(x, *self._rotation) for x in (q, k))
         return self._first.scale * (q @ k.mT)
-
-
-class _Recorded:
-    """A function that is called anew and anew on the same tensors: as a CUDA graph, from the third call on."""
-
-    def __init__(self) -> None:
-        self._calls = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self, function: Callable[[], None], like: Tensor) -> None:
-        """It works where `like` is."""
-        self._calls += 1
-        if self._calls < 3 or torch.cuda.is_current_stream_capturing():
-            function()
-            return
-        with on(like):
-            if self._graph is None:
-                self._graph = torch.cuda.CUDAGraph()
-                # a stream of this device: the default one belongs to the device that captured first
-                stream = torch.cuda.Stream(like.device)
-                with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-                    function()
-            self._graph.replay()
 
 
 # ---------------------------------------------------------------------- one by one
