@@ -315,7 +315,8 @@ def test_a_module_that_nobody_knows_is_read_by_what_it_compares(module, scale):
     table = scan(module)
     w_q, w_k = module.q_proj.weight.detach(), module.k_proj.weight.detach()
     assert table["logit_scale"].tolist() == [scale, scale]
-    np.testing.assert_allclose(table["trace"][1], (w_q[4:] * w_k[4:]).sum(), rtol=1e-5)
+    # products of up to 0.1 that may cancel, in float32
+    np.testing.assert_allclose(table["trace"][1], (w_q[4:] * w_k[4:]).sum(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_users_own_class_of_a_known_name_is_read_for_what_it_is():
