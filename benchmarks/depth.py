@@ -148,8 +148,9 @@ def closures(layers: int = 4, tokens: int = 12, width: int = 8, samples: int = 2
                     TokenProcess.independent(tokens)):  # fmt: skip
         for skip in (0.0, 1.0):
             scale = 1 / np.sqrt(width * process.position_covariance.diagonal().mean())
-            now, mean, covariance = process, None, np.eye(width) * scale**2 * width
-            x = process.sample(samples, covariance=covariance, seed=1)
+            # means as large as the spread: without them all are zero by symmetry
+            now, mean, covariance = process, rng.normal(size=(tokens, width)), np.eye(width) * scale**2 * width
+            x = process.sample(samples, covariance=covariance, seed=1) + mean
             for layer in range(layers):
                 weights = rng.normal(size=(4, 2, width // 2, width)) / np.sqrt(width)
                 one = AttentionLayer(2 * weights[0], 2 * weights[1], weights[2], np.swapaxes(weights[3], -1, -2))
@@ -164,11 +165,10 @@ def closures(layers: int = 4, tokens: int = 12, width: int = 8, samples: int = 2
 
 
 def against(x: np.ndarray, mean: np.ndarray, covariance: np.ndarray) -> tuple[float, float]:
-    """How far sequences (N, T, D) are from what is said of them: the mean in units of their root mean square about it,
-    the covariance (T·D, T·D) as a share of it."""
+    """How far the mean and covariance of sequences (N, T, D) are from what is said of them, as a share of each."""
     flat = x.reshape(len(x), -1)
-    true = np.cov(flat.T)
-    apart = np.sqrt(((flat.mean(0) - mean.reshape(-1)) ** 2).mean() / np.trace(true) * len(true))
+    true, centre = np.cov(flat.T), flat.mean(0)
+    apart = np.linalg.norm(centre - mean.reshape(-1)) / np.linalg.norm(centre)
     return float(apart), float(np.linalg.norm(true - covariance) / np.linalg.norm(true))
 
 

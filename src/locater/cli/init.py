@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["init_command"]
 
 _SHOWN = 16  # rows of the table
-_MOST_TOKENS = 1024
+_TOKENS, _MOST_TOKENS = 128, 1024
 _MAP_TOKENS = 64  # of the diagram, at most
 _MAP_HEADS = 64  # of all layers of the diagram
 _MAP_GAINS, _MAP_BRANCHES = np.geomspace(0.1, 100, 11), np.geomspace(0.1, 3.2, 6)
@@ -30,9 +30,13 @@ _MAP_GAINS, _MAP_BRANCHES = np.geomspace(0.1, 100, 11), np.geomspace(0.1, 3.2, 6
 def init_command(
     config: Annotated[str, typer.Argument(help="A config.json, a folder that has one, or a hub id.")],
     revision: RevisionOption = None,
-    tokens: Annotated[int, typer.Option(help="Of a sequence.")] = 128,
+    tokens: Annotated[
+        int | None, typer.Option(help="Of a sequence; 128 if not given, or as many as there are positions.")
+    ] = None,
     similarity: Annotated[float, typer.Option(help="Cosine of the tokens' embeddings: 0 if all are different.")] = 0.0,
-    gain: Annotated[float, typer.Option(help="On the logits: W_Q and W_K times its root.")] = 1.0,
+    gain: Annotated[
+        float, typer.Option(help="On the logits: W_Q and W_K (or the gains of their norms) times its root.")
+    ] = 1.0,
     branch: Annotated[float, typer.Option(help="On W_O and the MLP's last matrix.")] = 1.0,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw the diagram over gain and residual strength.")
@@ -52,9 +56,10 @@ def init_command(
     terminal.check_file(plot)
     if plot is not None and plot.suffix.lower() not in (".png", ".svg"):
         raise LocaterError(f"--plot takes a .png or an .svg file, got {plot.name}")
-    if tokens > _MOST_TOKENS:
-        raise LocaterError(f"--tokens must be at most {_MOST_TOKENS:,}, got {tokens:,}: longer ones change little")
+    if tokens is not None and tokens > _MOST_TOKENS:
+        raise LocaterError(f"--tokens must be at most {_MOST_TOKENS:,}, got {tokens:,}: that would take minutes")
     made = open_initial(config, revision).scaled(gain, branch)
+    tokens = min(_TOKENS, made.most_tokens or _TOKENS) if tokens is None else tokens
     found = trainability(made.transformer, made.gram(tokens, similarity), seed=seed)
     content = _json(config, made, found, tokens) | {"gain": gain, "branch": branch, "similarity": similarity}
     if plot is not None:
@@ -70,7 +75,7 @@ def init_command(
     if json_file == "-":
         return
     console = terminal.out()
-    console.print("\n".join([_title(made, tokens), *sentences(found)]), highlight=False, markup=False)
+    console.print("\n".join([_title(made, tokens), *sentences(found, made)]), highlight=False, markup=False)
     console.print(terminal.table(_rows(found), "", box=SIMPLE_HEAD))
     if plot is not None:
         print(plot)
@@ -82,7 +87,7 @@ def _title(made: Initial, tokens: int) -> str:
     return f"{made.family}, {t.layers} layers, width {made.width:,}, {heads}; {tokens} tokens"
 
 
-def sentences(found: Trainability) -> list[str]:
+def sentences(found: Trainability, made: Initial) -> list[str]:
     """What is wrong, and what mends it."""
     layers, said = len(found.law.entropy), []
     for where, word in ((found.uniform, "uniform"), (found.frozen, "frozen")):
@@ -92,16 +97,20 @@ def sentences(found: Trainability) -> list[str]:
     if found.alike_from is not None:
         place = "leave the last layer" if found.alike_from == layers else f"enter layer {found.alike_from}"
         said.append(f"Tokens are alike when they {place}: their mean cosine is 0.9 or more.")
-    return [*said, *_remedies(found)] or ["Attention starts neither uniform nor frozen, and tokens stay different."]
+    return [*said, *_remedies(found, made)] or [
+        "Attention starts neither uniform nor frozen, and tokens stay different."
+    ]
 
 
-def _remedies(found: Trainability) -> list[str]:
+def _remedies(found: Trainability, made: Initial) -> list[str]:
+    normed = made.transformer.attention.qk_norm_eps is not None
+    what = "the gains of the query and key norms" if normed else "W_Q and W_K"
     said, branch, gain = [], found.branch, found.gain
     if branch is not None and math.isnan(branch):
         said.append("No residual scale keeps tokens different.")
     elif branch is not None:
         said.append(f"W_O and the MLP's last matrix times {branch:.3g} keep tokens different.")
-    if found.depth:
+    if found.depth and made.family != "gpt2":  # whose weights are smaller in deeper models
         said.append(
             f"{found.depth} of these layers do so, too." if found.depth > 1 else "One of these layers does so, too."
         )
@@ -112,7 +121,7 @@ def _remedies(found: Trainability) -> list[str]:
     elif gain == 1:
         said.append(f"{then}attention is neither uniform nor frozen.")
     elif gain is not None:
-        words = f"gain of {gain:.3g} on the logits mends attention: W_Q and W_K each times {math.sqrt(gain):.3g}."
+        words = f"gain of {gain:.3g} on the logits mends attention: {what} each times {math.sqrt(gain):.3g}."
         said.append(f"{then}{'a' if then else 'A'} {words}")
     return said
 
@@ -146,5 +155,5 @@ def _json(config: str, made: Initial, found: Trainability, tokens: int) -> dict[
         "config": config, "family": made.family, "layers": made.transformer.layers, "width": made.width,
         "tokens": tokens, "most_entropy": law.most_entropy, **verdict,
         "mends": {name: getattr(found, name) for name in ("gain", "branch", "depth")},
-        "sentences": sentences(found), **{name: getattr(law, name) for name in by_layer},
+        "sentences": sentences(found, made), **{name: getattr(law, name) for name in by_layer},
     }  # fmt: skip

@@ -17,7 +17,7 @@ import numpy as np
 from locater.errors import LocaterError, one_line, reason, require
 from locater.io import read_json
 from locater.models.checkpoint import configuration
-from locater.models.pretrained import Pretrained
+from locater.models.pretrained import Pretrained, quiet
 from locater.theory import RandomAttention, RandomLinear, RandomMLP, RandomTransformer, token_gram
 from locater.theory.depth import MOST_LAYERS, normed
 
@@ -107,7 +107,8 @@ def initial(config: Mapping[str, Any], origin: str) -> Initial:
         raise LocaterError(f"{origin}: how a model of type {kind!r:.60} starts is not known here, only that of {known}")
     transformers = require("transformers", "hf")
     try:
-        settings = transformers.CONFIG_MAPPING[kind].from_dict(dict(config))
+        with quiet():
+            settings = transformers.CONFIG_MAPPING[kind].from_dict(dict(config))
     except Exception as error:  # a configuration can be wrong in any way
         raise LocaterError(f"{origin}: its configuration is none of {kind}: {one_line(str(error), 300)}") from error
     try:
@@ -135,8 +136,9 @@ class _Fields:
         return self.whole("num_hidden_layers", MOST_LAYERS)
 
     def std(self, name: str) -> float:
-        """As transformers reads it: 0 and nothing mean 0.02."""
-        value = getattr(self.config, name, None) or 0.02
+        """As transformers reads it: nothing means 0.02. With 0 some classes start from 0.02 and some from zero."""
+        value = getattr(self.config, name, None)
+        value = 0.02 if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
             raise LocaterError(f"{self.origin}: {name} must be a positive number, got {value!r:.60}")
         return float(value)
@@ -176,22 +178,40 @@ class _Fields:
             raise LocaterError(
                 f"{self.origin}: only some layers have a sliding window, and layers are taken to be alike"
             )
-        return self.whole("sliding_window")
+        if (found := self.whole("sliding_window")) < 2:
+            raise LocaterError(f"{self.origin}: a sliding_window of {found} leaves attention one key, itself")
+        return found
 
-    def rotary(self, width: int) -> tuple[tuple[float, ...], float]:
-        """Angles a position of each pair of coordinates, and the factor on the logits that some variants have."""
+    def rotary(self, width: int, *, partial: bool = False) -> tuple[tuple[float, ...], float]:
+        """Angles a position of each pair of coordinates, and the factor on the logits that some variants have.
+
+        `partial`: whether the class's plain embedding rotates a part of the coordinates only; Llama's does not.
+        """
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         given: dict[str, Any] = getattr(self.config, "rope_parameters", None) or {}
-        kind, base = given.get("rope_type", "default"), given.get("rope_theta", 10_000.0)
+        share = self._rope_number(given, "partial_rotary_factor", 1.0, 1.0)
+        base = self._rope_number(given, "rope_theta", 10_000.0, math.inf)
+        kind = given.get("rope_type", "default")
         if kind == "default":
-            turned = int(width * given.get("partial_rotary_factor", 1.0)) // 2 * 2
-            return tuple((float(base) ** (-np.arange(0, turned, 2) / max(1, turned))).tolist()), 1.0
+            turned = int(width * (share if partial else 1.0)) // 2 * 2
+            return tuple((base ** (-np.arange(0, turned, 2) / max(1, turned))).tolist()), 1.0
         try:
             rates, factor = ROPE_INIT_FUNCTIONS[kind](self.config, "cpu")
+            on_logits = float(factor) ** 2
         except Exception as error:
             raise LocaterError(f"{self.origin}: rope_parameters cannot be read: {reason(error)}") from error
-        return tuple(rates.double().tolist()), float(factor) ** 2
+        if on_logits != 1 and 2 * len(rates) < width:
+            raise LocaterError(
+                f"{self.origin}: rope_parameters scale a part of the coordinates only, which is not known here"
+            )
+        return tuple(rates.double().tolist()), on_logits
+
+    def _rope_number(self, given: Mapping[str, Any], name: str, default: float, most: float) -> float:
+        value = given.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most or value == math.inf:
+            raise LocaterError(f"{self.origin}: {name} must be a positive number, got {value!r:.60}")
+        return float(value)
 
 
 def _attention(
@@ -231,8 +251,9 @@ def _llama(c: _Fields, *, qk_norm: bool = False, window: bool = False) -> Initia
     head_width = c.head_width(width, heads)
     rotary, factor = c.rotary(head_width)
     attention = _attention(
-        width, heads, std, key_heads=key_heads, head_width=head_width, rotary=rotary, qk_norm=qk_norm,
-        logit_scale=factor * head_width**-0.5, window=c.window() if window else None,
+        width, heads, std, key_heads=key_heads, head_width=head_width, rotary=rotary,
+        qk_norm_eps=c.eps("rms_norm_eps") if qk_norm else None, logit_scale=factor * head_width**-0.5,
+        window=c.window() if window else None,
     )  # fmt: skip
     inner = RandomLinear(c.whole("intermediate_size"), std)
     mlp = RandomMLP(RandomLinear(width, std), inner, c.activation("hidden_act"), gated=True)
@@ -287,7 +308,7 @@ def _vit(c: _Fields) -> Initial:
 
 def _gpt_neox(c: _Fields) -> Initial:
     std = c.std("initializer_range")
-    rotary, factor = c.rotary(c.head_width(c.whole("hidden_size"), c.whole("num_attention_heads")))
+    rotary, factor = c.rotary(c.head_width(c.whole("hidden_size"), c.whole("num_attention_heads")), partial=True)
     width, made = _plain(c, std, "intermediate_size", "hidden_act", c.eps("layer_norm_eps"), rotary=rotary)
     scaled = replace(made.attention, logit_scale=factor * made.attention.logit_scale)
     made = replace(made, attention=scaled, parallel=bool(c.config.use_parallel_residual))

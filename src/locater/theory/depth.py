@@ -65,7 +65,7 @@ class RandomAttention:
     causal: bool = True
     window: int | None = None  # keys that a causal query sees at most, itself among them
     rotary: tuple[float, ...] = ()  # angle by which a pair of coordinates turns from one position to the next
-    qk_norm: bool = False  # an RMSNorm of each head's queries and keys
+    qk_norm_eps: float | None = None  # of an RMSNorm of each head's queries and keys, if there is one
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,8 @@ class RandomTransformer:
         check.at_least("head_width", a.head_width, 1)
         if check.at_least("key_heads", a.key_heads, 1) > a.heads or a.heads % a.key_heads:
             raise LocaterError(f"key_heads must divide the {a.heads} heads, got {a.key_heads}")
+        if a.window is not None:
+            check.at_least("window", a.window, 2)
         if 2 * len(a.rotary) > a.head_width:
             raise LocaterError(f"rotary turns {len(a.rotary)} pairs of coordinates, and a head has {a.head_width}")
         if self.mlp is not None:
@@ -134,23 +136,14 @@ class DepthLaw:
         return np.asarray(self.entropy / self.most_entropy)
 
 
-def token_gram(
-    similarity: ArrayLike, std: float, *, position_std: float = 0.0, shared_std: float = 0.0, sinusoidal: int = 0
-) -> Array:
-    """G of tokens that enter a transformer: embeddings, and what positions and token types add to them.
+def token_gram(similarity: ArrayLike, std: float, *, position_std: float = 0.0, shared_std: float = 0.0) -> Array:
+    """G of tokens that enter a transformer: embeddings, and what learned positions and token types add to them.
 
-    `similarity` (T, T) has the cosines of embeddings: 1 on the diagonal and where tokens repeat, 0 elsewhere. Learned
-    positions have entries of `position_std`, what all tokens get has `shared_std`. `sinusoidal`: a width D, for the
-    fixed sines and cosines of Vaswani et al.
+    `similarity` (T, T) has the cosines of embeddings: 1 on the diagonal and where tokens repeat, 0 elsewhere. Positions
+    have entries of `position_std`, what all tokens get has `shared_std`.
     """
     content = check.covariance("similarity", similarity)
-    tokens = len(content)
-    gram = std**2 * content + position_std**2 * np.eye(tokens) + shared_std**2
-    if sinusoidal:
-        rates = 10_000.0 ** (-np.arange(0, sinusoidal, 2) / sinusoidal)
-        apart = np.subtract.outer(np.arange(tokens), np.arange(tokens))
-        gram = gram + np.cos(apart[..., None] * rates).mean(-1) / 2  # sin sin + cos cos, half of D of them
-    return np.asarray(gram)
+    return np.asarray(std**2 * content + position_std**2 * np.eye(len(content)) + shared_std**2)
 
 
 def depth_law(
@@ -182,7 +175,11 @@ def depth_law(
     factors = [check.finite(name, value) for name, value in (("gain", gain), ("branch", branch))]
     if any(((factor < 0) | (factor > _MOST_FACTOR)).any() for factor in factors):
         raise LocaterError(f"gain and branch must be from 0 to {_MOST_FACTOR:g}")
-    shape = np.broadcast_shapes(*(factor.shape for factor in factors))
+    try:
+        shape = np.broadcast_shapes(*(factor.shape for factor in factors))
+    except ValueError as error:
+        shapes = " and ".join(str(factor.shape) for factor in factors)
+        raise LocaterError(f"gain and branch must broadcast with each other, got shapes {shapes}") from error
     gains, branches = (np.broadcast_to(factor, shape).reshape(-1) for factor in factors)
     rng = np.random.default_rng(check.at_least("seed", seed, 0))
     drawn = _drawn(model.attention, heads)
@@ -281,8 +278,8 @@ def random_heads(
             np.sqrt(linear.inputs) * linear.std * (root[:, None] @ z) + linear.bias_std * noise
             for linear, z, noise in ((attention.query, z_q, noise_q), (attention.key, z_k, noise_k))
         )  # (N, H, T, K)
-        if attention.qk_norm:
-            q, k = (x / np.sqrt((x**2).mean(-1, keepdims=True)) for x in (q, k))
+        if (eps := attention.qk_norm_eps) is not None:
+            q, k = (x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) for x in (q, k))
         q, k = (_rotated(x, attention.rotary) for x in (q, k))
         scale = attention.logit_scale * gain[:, None, None, None]
         logits = (scale * q) @ np.swapaxes(np.repeat(k, group, 1), -1, -2)
@@ -293,7 +290,8 @@ def random_heads(
         signals.append(_signal(weights, of_tokens, states).mean(-1))
     entropy, signal = np.concatenate(entropies, 1), np.concatenate(signals, 1)
     by_group = entropy.reshape(len(states), -1, group).mean(-1)  # those that share keys are not independent
-    error = by_group.std(1) / np.sqrt(max(1, attention.key_heads - 1))
+    few = attention.key_heads < 2  # one group says nothing of its spread
+    error = np.full(len(states), np.nan) if few else by_group.std(1) / np.sqrt(attention.key_heads - 1)
     return mixed / attention.heads, (entropy.mean(1), error, signal.mean(1))
 
 

@@ -48,9 +48,10 @@ def activation_kernel(activation: str, gram: Array) -> Array:
     if activation == "relu":
         angle = np.arccos(cosine)
         return np.asarray(product / (2 * np.pi) * (np.sin(angle) + (np.pi - angle) * cosine))
-    largest = float(spread.max(initial=0.0)) or 1.0
-    levels, where = np.unique(np.round(spread / largest, 7), return_inverse=True)  # behind a norm they are few
-    levels = largest * levels
+    # to 8 digits: behind a norm they are few
+    digits = np.round(np.log(np.maximum(spread, 1e-300)), 8)
+    logs, where = np.unique(digits, return_inverse=True)
+    levels = np.exp(logs)
     c = _coefficients(activation, tuple(levels.tolist()))[where.reshape(spread.shape)]  # (..., T, terms)
     total = np.zeros_like(gram)
     for n in range(c.shape[-1] - 1, -1, -1):  # Horner

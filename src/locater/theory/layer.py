@@ -150,7 +150,7 @@ class AttentionLayer:
         if x.shape != (self.width,):
             raise LocaterError(f"state must be ({self.width},), the query's own, got shape {x.shape}")
         y = (x - tokens.mean[given.position])[None]
-        rng, points = np.random.default_rng(seed), points_of(samples)
+        rng, points = np.random.default_rng(check.at_least("seed", seed, 0)), points_of(samples)
         outputs = np.stack([self._given(tokens, given, y.repeat(points, 0), rng)[0].mean(0) for _ in range(REPLICATES)])
         return outputs.mean(0), _standard_error(outputs)
 
@@ -201,7 +201,7 @@ class AttentionLayer:
         The result's `position_covariance`, `covariance` and `mean` are what the next layer's law would be given.
         """
         tokens = _Tokens.of(process, self.width, covariance, mean)
-        samples, size = check.at_least("samples", samples, 2), process.tokens * self.width
+        samples, size = check.at_least("samples", samples, 8), process.tokens * self.width
         if size > 4096:
             raise LocaterError(f"tokens × width must be at most 4,096 for a covariance of all, got {size:,}")
         halves = []

@@ -50,18 +50,33 @@ def trainability(model: RandomTransformer, gram: ArrayLike, *, draws: int = 1, s
     share, alike = law.entropy_share, np.flatnonzero(law.cosine >= ALIKE_FROM)
     first = int(alike[0]) if len(alike) else None
 
-    def at(gain: float = 1.0, branch: float = 1.0) -> DepthLaw:
+    def drawn(gain: float, branch: float) -> DepthLaw:
         return depth_law(model, gram, gain=gain, branch=branch, heads=_HEADS, seed=seed)
 
-    branch = None
-    if first is not None:
-        branch = _solved(lambda b: float(at(branch=b).cosine.max()) - ALIKE_FROM + _MARGIN, _BRANCHES[0])
+    few = drawn(1.0, 1.0)  # of fewer heads: what these are off by here is taken off everywhere
+
+    def shares(gain: float, branch: float) -> Array:
+        return np.asarray(drawn(gain, branch).entropy_share + share - few.entropy_share)
+
+    def likeness(gain: float, branch: float) -> float:
+        return float((drawn(gain, branch).cosine + law.cosine - few.cosine).max())
+
+    def keeping_apart(gain: float) -> float:
+        return _solved(lambda b: likeness(gain, b) - ALIKE_FROM + _MARGIN, _BRANCHES[0])
+
+    branch = None if first is None else keeping_apart(1.0)
+    beside = branch if branch and np.isfinite(branch) else 1.0
+    gain = _gain(lambda g: shares(g, beside), share)
+    if gain and np.isfinite(gain) and gain != 1 and np.isfinite(beside) and likeness(gain, beside) >= ALIKE_FROM:
+        branch = keeping_apart(gain)  # attention that is no longer frozen makes tokens alike
+        if not (np.isfinite(branch) and _between(shares(gain, branch))):
+            gain = float("nan")
     return Trainability(
         law=law,
         uniform=tuple(np.flatnonzero(share >= UNIFORM_FROM).tolist()),
         frozen=tuple(np.flatnonzero(share <= COLLAPSED_TO).tolist()),
         alike_from=first,
-        gain=_gain(lambda g: at(g, branch if branch and branch > 0 else 1.0).entropy_share, share),
+        gain=gain,
         branch=branch,
         depth=None if first is None else max(0, first - 1),
     )
@@ -131,7 +146,7 @@ def logit_variance(model: RandomTransformer, gram: ArrayLike) -> float:
     states = states if model.norm == "none" else normed(states, model.eps)
     count = len(states)
     apart = np.trace(states) / count - (states.sum() - np.trace(states)) / (count * (count - 1))
-    q, k = (1.0, 1.0 / states.diagonal().mean()) if attention.qk_norm else (
+    q, k = (1.0, 1.0 / states.diagonal().mean()) if attention.qk_norm_eps is not None else (
         attention.query.gram(states).diagonal().mean(), attention.key.inputs * attention.key.std**2
     )  # fmt: skip
     return float(attention.logit_scale**2 * attention.head_width * q * k * apart)
