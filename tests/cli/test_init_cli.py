@@ -65,6 +65,13 @@ def test_frozen_layers_are_named(here):
     assert "Attention starts frozen in every layer" in said
 
 
+def test_norms_of_queries_and_keys_are_what_is_to_be_changed_where_there_are_some(here, tmp_path):
+    config = {"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "qwen3.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "head_dim": 16}))
+    done = here("qwen3.json", "--gain", "0.1")
+    assert "the gains of the query and key norms each times" in " ".join(done.stdout.split())
+
+
 def test_the_diagram_is_drawn_and_written(here, tmp_path):
     for name in ("diagram.png", "diagram.svg"):
         done = here("config.json", "--tokens", "16", "--plot", name, "--json", "out.json")

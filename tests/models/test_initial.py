@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -148,6 +149,34 @@ def test_entropy_and_likeness_of_every_layer_are_predicted(kind, gain, full):
     assert (np.abs(law.rank_residual[:-1] - residual) < 0.05).all()
 
 
+def test_a_norm_s_eps_counts_where_queries_are_as_small():
+    config = configuration("qwen3", layers=2, initializer_range=1e-4)
+    made = initial(config.to_dict(), "qwen3")
+    law = depth_law(made.transformer, made.gram(TOKENS), draws=8)
+    runs = [measured(config, 1.0, seed)[0] for seed in range(3)]
+    assert np.abs(law.entropy - np.mean(runs, 0)).max() < 0.02
+    without = replace(made.transformer, attention=replace(made.transformer.attention, qk_norm_eps=0.0))
+    assert depth_law(without, made.gram(TOKENS), draws=8).entropy[0] < law.entropy[0] - 0.1
+
+
+def test_llama_s_own_embedding_rotates_all_coordinates():
+    """transformers ignores a partial_rotary_factor there; GPT-NeoX's does not."""
+    for kind, pairs in (("llama", 64), ("gpt_neox", 12)):
+        heads = initial(rotary(kind, partial_rotary_factor=0.25), "here").transformer.attention
+        assert len(heads.rotary) == pairs
+
+
+def test_what_mends_frozen_attention_leaves_tokens_different():
+    """Attention that is no longer frozen mixes tokens: both are solved for."""
+    made = initial(configuration("bert").to_dict(), "bert").scaled(1000.0, 20.0)
+    found = trainability(made.transformer, made.gram(32))
+    assert found.frozen == tuple(range(6))
+    assert found.alike_from is None
+    mended = made.scaled(found.gain, found.branch)
+    again = trainability(mended.transformer, mended.gram(32))
+    assert (again.uniform, again.frozen, again.alike_from) == ((), (), None)
+
+
 def test_a_folder_a_file_and_a_configuration_are_one(tmp_path):
     config = configuration("llama")
     config.save_pretrained(tmp_path)
@@ -165,6 +194,10 @@ def test_windows_and_stretched_rotary_embeddings_are_read():
         for more in ({}, {"rope_parameters": stretched})
     ]
     np.testing.assert_allclose(np.array(rates[0]) / 4, rates[1], rtol=1e-5)
+
+
+def rotary(kind, **given):
+    return {"model_type": kind, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, **given}}
 
 
 @pytest.mark.parametrize(
@@ -189,6 +222,16 @@ def test_windows_and_stretched_rotary_embeddings_are_read():
         (
             {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 3},
             "only some layers have a sliding",
+        ),
+        ({"model_type": "gpt2", "initializer_range": 0.0}, "initializer_range must be a positive number, got 0.0"),
+        ({"model_type": "mistral", "sliding_window": 1}, "a sliding_window of 1 leaves attention one key"),
+        (rotary("llama", rope_theta=-5.0), "rope_theta must be a positive number, got -5.0"),
+        (rotary("llama", rope_theta=None), "rope_theta must be a positive number, got None"),
+        (rotary("llama", partial_rotary_factor=7), "must be a positive number of at most 1, got 7"),
+        (rotary("llama", rope_type="yarn", factor=2.0, attention_factor=1e308), "rope_parameters cannot be read"),
+        (
+            rotary("gpt_neox", rope_type="yarn", factor=4.0, partial_rotary_factor=0.25),
+            "scale a part of the coordinates",
         ),
     ],
 )

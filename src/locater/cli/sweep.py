@@ -55,7 +55,7 @@ def sweep_command(
         raise LocaterError(f"{preset} has conditions of its own: leave --kappa-2 and --readings out")
     else:
         members = chosen.design.members(config, numbers, kappa_1=kappa_1, **rest)
-        about["comparisons"] = chosen.design.to_json()
+        about |= {"comparisons": chosen.design.to_json(), "planned_seeds": list(chosen.seeds)}
     folder = out or Path("runs") / preset
     with training.watching() as watch:
         sweep(

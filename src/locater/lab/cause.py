@@ -105,8 +105,13 @@ def design(
     scales: Sequence[float],
     layers: int = 1,
     kappa_2: float = 1.0,
+    thorough: bool = True,
 ) -> Design:
-    """Everything held at these levels, every control; with several layers LocAteR on each of them alone, too."""
+    """Everything held at these levels, every control; with several layers LocAteR on each of them alone, too.
+
+    `thorough`: also LocAteR's pull on the trace alone, and noise with the entropy of no LocAteR, since noise changes
+    entropy as well.
+    """
     of_locater, of_none = Intervention(entropy_of="locater"), Intervention(entropy_of="none")
     held = {
         **{f"entropy-{level:g}": Intervention(entropy=level) for level in entropies},
@@ -114,6 +119,8 @@ def design(
         **{f"scale-{level:g}": Intervention(scale=level) for level in scales},
     }
     alone = [f"locater-layer-{layer}" for layer in range(layers)] if layers > 1 else []
+    noise = Intervention(noise_of="locater", entropy_of="none")
+    more = Condition("trace-pulled", 0.0), Condition("noise-nones-entropy", intervention=noise)
     conditions = (
         Condition("none"),
         Condition("locater", kappa_2),
@@ -126,6 +133,12 @@ def design(
         Condition("locater-first-tenth", kappa_2, intervention=Intervention(until=0.1)),
         Condition("decay-times-10", decay=10.0),
         *(Condition(name, kappa_2, intervention=Intervention(layers=(layer,))) for layer, name in enumerate(alone)),
+        *(more if thorough else ()),
+    )
+    asked = (
+        Comparison("LocAteR's pull on the trace alone", "trace-pulled", "none"),
+        Comparison("what its pull on the scale adds", "locater", "trace-pulled"),
+        Comparison("noise with the entropy of no LocAteR", "noise-nones-entropy", "none"),
     )
     comparisons = (
         Comparison("LocAteR's gain", "locater", "none"),
@@ -143,5 +156,6 @@ def design(
         Comparison("LocAteR after the first tenth", "locater", "locater-first-tenth"),
         Comparison("ten times the decay of all weights", "decay-times-10", "none"),
         *(Comparison(f"LocAteR on layer {layer} alone", name, "none") for layer, name in enumerate(alone)),
+        *(asked if thorough else ()),
     )
     return Design(conditions, comparisons)

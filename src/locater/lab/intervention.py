@@ -47,8 +47,13 @@ class Intervention:
             raise LocaterError(f"an intervention holds one quantity, the others are free; got {' and '.join(held)}")
         if self.noise_fixed and self.noise_of is None:
             raise LocaterError("noise_fixed says how noise is drawn, but noise_of names no member to draw it for")
-        if self.noise_of is not None and (held or self.layers is not None or self.until < 1):
-            raise LocaterError("noise_of takes layers and times from the member it names: leave everything else out")
+        if self.noise_of is not None and (
+            held not in ([], ["entropy_of"]) or self.layers is not None or self.until < 1
+        ):
+            raise LocaterError(
+                "noise_of takes layers and times from the member it names, and goes with entropy_of alone: leave "
+                "everything else out"
+            )
         if not self.to_json():
             raise LocaterError("an intervention that holds and changes nothing is none: leave it out")
 
@@ -63,9 +68,9 @@ class Intervention:
             raise LocaterError(f"layers must be different whole numbers from 0 up, got {list(self.layers)!r:.80}")
 
     @property
-    def leader(self) -> str | None:
-        """The member whose entropy or pull this one needs at every update."""
-        return self.entropy_of if self.entropy_of is not None else self.noise_of
+    def leaders(self) -> list[str]:
+        """The members whose entropy or pull this one needs at every update."""
+        return [name for name in (self.entropy_of, self.noise_of) if name is not None]
 
     @property
     def holds_entropy(self) -> bool:
@@ -121,8 +126,8 @@ def check_interventions(model: ModelConfig, members: Sequence[Member]) -> None:
                 f"{member.name} holds an entropy of {own.entropy:g} nats, but the mean over the queries of "
                 f"{model.tokens} tokens lies between 0 and {most:.4g}"
             )
-        if own.leader is not None:
-            _check_leader(member, own.leader, by_name)
+        for leader in own.leaders:
+            _check_leader(member, leader, by_name)
 
 
 def _check_leader(member: Member, name: str, by_name: dict[str, Member]) -> None:
@@ -135,9 +140,9 @@ def _check_leader(member: Member, name: str, by_name: dict[str, Member]) -> None
             "their batches differ, so give both the same seed"
         )
     of_leader, own = leader.intervention, member.intervention
-    if leader is member or (of_leader is not None and of_leader.leader is not None):
+    if leader is member or (of_leader is not None and of_leader.leaders):
         raise LocaterError(f"{member.name} follows {name}, which follows another member itself")
-    if own is not None and own.noise_of is not None and not (leader.scale_strength or leader.mean_strength):
+    if own is not None and own.noise_of == name and not (leader.scale_strength or leader.mean_strength):
         raise LocaterError(f"{member.name} has noise as large as the LocAteR of {name}, which has none")
-    if own is not None and own.entropy_of is not None and of_leader is not None and of_leader.holds_entropy:
+    if own is not None and own.entropy_of == name and of_leader is not None and of_leader.holds_entropy:
         raise LocaterError(f"{member.name} follows the entropy of {name}, which is held: hold it at that level itself")

@@ -63,7 +63,7 @@ PRESETS: dict[str, Preset] = {
     "cause-d128-l1": _cause(
         1,
         "post",
-        design(entropies=(1.5, 2.0, 2.5, 3.0), traces=(0.0, 1.0, 4.0), scales=(6.0, 12.0, 24.0)),
+        design(entropies=(2.25, 2.5, 2.6, 2.7), traces=(0.0, 1.0, 4.0), scales=(6.0, 12.0, 24.0)),
         "the paper's model, d = 128, one layer",
     ),
     "cause-pre-l6": _cause(
@@ -71,6 +71,12 @@ PRESETS: dict[str, Preset] = {
         "pre",
         design(entropies=(2.0, 2.5, 3.0), traces=(1.0, 4.0), scales=(6.0, 24.0), layers=6),
         "six Pre-LN layers, d = 128",
+    ),
+    "cause-post-l6": _cause(
+        6,
+        "post",
+        design(entropies=(2.4, 2.5, 2.6), traces=(1.0, 4.0), scales=(6.0, 24.0), layers=6),
+        "the paper's model, d = 128, six layers",
     ),
     "cause-laptop": Preset(
         "the same on the embedded corpus, d = 64, one layer: a quarter of an hour on two cores",
@@ -87,7 +93,7 @@ PRESETS: dict[str, Preset] = {
             details=False,
         ),
         learning_rate=2e-3,
-        design=design(entropies=(1.5, 2.0, 2.5, 3.0), traces=(0.0, 1.0, 4.0), scales=(6.0, 12.0, 24.0)),
+        design=design(entropies=(1.5, 2.0, 2.5, 3.0), traces=(0.0, 1.0, 4.0), scales=(6.0, 12.0, 24.0), thorough=False),
         seeds=_FIVE,
     ),
 }

@@ -210,7 +210,8 @@ class _Fields:
     def _rope_number(self, given: Mapping[str, Any], name: str, default: float, most: float) -> float:
         value = given.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most or value == math.inf:
-            raise LocaterError(f"{self.origin}: {name} must be a positive number, got {value!r:.60}")
+            limit = "" if most == math.inf else f" of at most {most:g}"
+            raise LocaterError(f"{self.origin}: {name} must be a positive number{limit}, got {value!r:.60}")
         return float(value)
 
 

@@ -20,7 +20,7 @@ from locater.lab.runs.sweep import Plan
 
 ROOT = Path(__file__).parent.parent.parent.parent
 CONFIG = Config(model=ModelConfig(width=16, ffn=16, tokens=8), steps=100)
-SMALL = design(entropies=(1.0,), traces=(0.0,), scales=(2.0,))
+SMALL = design(entropies=(1.0,), traces=(0.0,), scales=(2.0,), thorough=False)
 SEEDS = (0, 1, 2)
 
 
@@ -28,11 +28,11 @@ def members_of(made, config=CONFIG, seeds=SEEDS):
     return made.members(config, seeds, learning_rate=1e-3, decay=0.01)
 
 
-def written(folder, perplexities, seeds=SEEDS, steps=(0, 100), plan=SMALL):
+def written(folder, perplexities, seeds=SEEDS, steps=(0, 100), plan=SMALL, change=lambda member: member, **about):
     """A sweep's folder in which every member of a condition ends at a perplexity of seed."""
-    members = members_of(plan, seeds=seeds)
+    members = [change(member) for member in members_of(plan, seeds=seeds)]
     folder.mkdir(parents=True)
-    write_run(Run(folder, CONFIG, tuple(members), {"comparisons": plan.to_json(), "corpus": "a text"}))
+    write_run(Run(folder, CONFIG, tuple(members), {"comparisons": plan.to_json(), "corpus": "a text", **about}))
     lines = []
     for step in steps:
         for each in members:
@@ -108,6 +108,30 @@ def test_the_paper_s_claims_pass_over_interventions(tmp_path):
     assert [line.name for line in lines] == [f"{name}-s{seed}" for name in ("none", "locater") for seed in SEEDS]
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("learning_rate", lambda member: replace(member, learning_rate=1e-2)),
+        ("mean_strength", lambda m: replace(m, mean_strength=9.0) if condition_of(m) == "trace-flipped" else m),
+        (
+            "intervention",
+            lambda m: replace(m, intervention=Intervention(entropy=0.7)) if condition_of(m) == "entropy-1" else m,
+        ),
+    ],
+)
+def test_folders_in_which_a_condition_is_another_are_refused(tmp_path, name, change):
+    first = written(tmp_path / "a", by_condition, seeds=(0, 1))
+    second = written(tmp_path / "b", by_condition, seeds=(2,), change=change)
+    with pytest.raises(LocaterError, match=rf"differ in the {name} of .*nothing but their seeds"):
+        effects([first, second])
+
+
+def test_before_all_planned_seeds_are_there_nothing_can_be_told(tmp_path):
+    parts = [written(tmp_path / f"{seed}", by_condition, seeds=(seed,), planned_seeds=[0, 1, 2]) for seed in SEEDS]
+    assert {each.verdict for each in effects(parts[:2]).effects} == {"cannot tell"}
+    assert "lower" in {each.verdict for each in effects(parts).effects}
+
+
 # ---------------------------------------------------------------------- designs
 
 
@@ -119,7 +143,7 @@ def test_every_preset_with_a_design_is_one_plan_of_whole_seeds(name, tmp_path):
     assert len(preset.seeds) >= 5
     assert [len({member.seed for member in group.members}) for group in plan.groups] == [1] * len(preset.seeds)
     assert {condition_of(member) for member in members} == {condition.name for condition in preset.design.conditions}
-    leaders = {member.intervention.leader for member in members if member.intervention} - {None}
+    leaders = {leader for member in members if member.intervention for leader in member.intervention.leaders}
     assert leaders == {f"{name}-s{seed}" for name in ("none", "locater") for seed in preset.seeds}
     compared = {each.condition for each in preset.design.comparisons} | {"none"}
     assert compared == {condition.name for condition in preset.design.conditions}

@@ -93,7 +93,7 @@ def dense_heads(stack, e):
 def test_entropy_is_held_in_every_batch_from_the_first_and_followers_have_their_leaders(
     corpus, norm, precision, tolerance
 ):
-    members = [NONE, LOCATER, *HELD, *FOLLOWERS]
+    members = [NONE, LOCATER, *HELD, *FOLLOWERS, member("noise-as-none", noise_of="locater", entropy_of="none")]
     stack = stack_of(members, corpus, CONFIG.changed(norm=norm, precision=precision))
     stack._clock += stack._batches - 8  # so that the last batch of an epoch, which has padding, is seen
     stack.step = int(stack._clock)
@@ -102,7 +102,7 @@ def test_entropy_is_held_in_every_batch_from_the_first_and_followers_have_their_
     found = watched.entropies()
     for e, level in enumerate(LEVELS, start=2):
         assert (found[:, e] - level).abs().max() < tolerance
-    for follower, leader in ((5, 1), (6, 0)):
+    for follower, leader in ((5, 1), (6, 0), (7, 0)):
         assert (found[:, follower] - found[:, leader]).abs().max() < tolerance
     assert (found[-1, 1] - found[-1, 0]).abs().max() > 1e-3  # these two are not the same anyway
 
@@ -301,6 +301,13 @@ class NoWaiting(TorchDispatchMode):
         name = func.overloadpacket.__name__
         assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero"), name
         return func(*args, **(kwargs or {}))
+
+
+def test_a_part_of_training_does_not_become_another_when_a_run_goes_on(corpus, tmp_path):
+    config = replace(CONFIG, steps=4, record_every=4)
+    train(config, [LOCATER, member("locater-begins", until=0.5)], tmp_path, corpus=corpus, device="cpu")
+    with pytest.raises(LocaterError, match=r"locater-begins .* has LocAteR for a part of 4 updates"):
+        train(replace(config, steps=8), [LOCATER, member("locater-begins", until=0.5)], tmp_path, corpus=corpus)
 
 
 def test_interventions_wait_for_no_result(corpus):

@@ -7,7 +7,7 @@ Student's 95% interval. If that contains 0, no effect is seen; a member that bro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,8 @@ def effects(folders: Folders) -> Effects:
             if member.name in last.index:
                 row = last.loc[member.name]
                 ends[key] = {name: float(np.mean(np.asarray(row[name], dtype=float))) for name in _QUANTITIES}
-    whole = all(step >= run.config.steps for run in runs)
+    planned_seeds = {seed for run in runs for seed in run.about.get("planned_seeds", [])}
+    whole = all(step >= run.config.steps for run in runs) and planned_seeds <= {seed for _, seed in ends}
     return Effects(step, runs[0].config.steps, _summaries(ends), [_effect(each, ends, whole) for each in planned])
 
 
@@ -132,8 +133,10 @@ def effects_markdown(folders: Folders) -> str:
     """Two tables for a page: the effects, and where the conditions ended."""
     found = effects(folders)
     lines = ["| comparison | condition | against | perplexity | verdict |", "|---|---|---|---|---|"]
+    most = max(each.seeds for each in found.effects)
     for each in found.effects:
-        cells = each.name, f"`{each.condition}`", f"`{each.reference}`", each.measured, each.verdict
+        fewer = f" ({each.seeds} of {most} seeds)" if each.seeds < most else ""
+        cells = each.name, f"`{each.condition}`", f"`{each.reference}`", each.measured, each.verdict + fewer
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "| condition | perplexity | entropy | scale | trace |", "|---|---|---|---|---|"]
     for one in found.conditions:
@@ -156,7 +159,27 @@ def _planned(runs: Sequence[Run]) -> list[Comparison]:
         texts = first.about.get("corpus"), run.about.get("corpus")
         if not run.config.same_but((*FREE_TO_COMPARE, "data"), first.config) or texts[0] != texts[1]:
             raise LocaterError(f"{first.folder} and {run.folder} differ in more than their members")
+    _check_conditions(runs)
     planned = first.about.get("comparisons")
     if not isinstance(planned, list) or not planned:
         raise LocaterError(f"no comparisons were planned for the sweep in {first.folder}")
     return [Comparison.from_json(each) for each in planned]
+
+
+def _check_conditions(runs: Sequence[Run]) -> None:
+    """That a condition is the same with every seed."""
+    known: dict[str, tuple[Run, dict[str, Any]]] = {}
+    for run in runs:
+        for member in run.members:
+            own = member.intervention
+            held = {} if own is None else own.to_json()
+            for name in held.keys() & {"entropy_of", "noise_of"}:  # a member of the same seed
+                held[name] = held[name].removesuffix(f"-s{member.seed}")
+            settings = asdict(replace(member, name="any", seed=0, intervention=None)) | {"intervention": held}
+            earlier, expected = known.setdefault(condition_of(member), (run, settings))
+            if settings != expected:
+                apart = next(name for name, value in settings.items() if value != expected[name])
+                raise LocaterError(
+                    f"{earlier.folder} and {run.folder} differ in the {apart} of {condition_of(member)}; folders are "
+                    "one sweep only if they differ in nothing but their seeds"
+                )

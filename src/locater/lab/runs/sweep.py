@@ -65,7 +65,7 @@ class Plan:
             )
             for group in groups:
                 inside(path.parent, group.name, path)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise LocaterError(f"cannot read {path}: {reason(error)}") from error
         return cls(path.parent, config, groups, value)
 
@@ -102,7 +102,7 @@ class Plan:
 def _parts(members: Sequence[Member], size: int) -> list[tuple[Member, ...]]:
     """In their order, at most `size` each; neighbours of one seed stay together if one of them follows another."""
     runs = [tuple(run) for _, run in groupby(members, key=lambda member: member.seed)]
-    follow = [any(member.intervention and member.intervention.leader for member in run) for run in runs]
+    follow = [any(member.intervention and member.intervention.leaders for member in run) for run in runs]
     together = [part for run, one in zip(runs, follow, strict=True) for part in ([run] if one else [(m,) for m in run])]
     parts: list[tuple[Member, ...]] = []
     for part in together:

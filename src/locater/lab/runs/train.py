@@ -217,6 +217,12 @@ def _check_same(earlier: Run, run: Run) -> None:
             f"the run in {run.folder} was trained on another vocabulary ({earlier.about.get('vocabulary')} words, "
             f"now {run.about['vocabulary']}); choose another folder, or the data it began with"
         )
+    parted = [m.name for m in run.members if m.intervention is not None and m.intervention.until < 1]
+    if parted and earlier.config.steps != run.config.steps:
+        raise LocaterError(
+            f"{parted[0]} in {run.folder} has LocAteR for a part of {earlier.config.steps:,} updates, and that part "
+            f"would be another of {run.config.steps:,}: choose another folder"
+        )
     if _fingerprint(earlier) != _fingerprint(run):
         then, now = (
             each.config.without(FREE_TO_RESUME) | {"members": [member.to_json() for member in each.members]}
