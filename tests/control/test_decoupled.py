@@ -283,8 +283,8 @@ def test_what_is_not_finite_is_not_written(spoilt):
     torch.testing.assert_close(query[:first], expected[:first])
 
 
-def test_samples_of_changing_shape_and_weights_leave_nothing_behind(monkeypatch):
-    torch.manual_seed(0)
+def watched_modules(monkeypatch):
+    """All `Modules` that are made from now on and not forgotten."""
     made = weakref.WeakSet()
 
     class Watched(_bounded.Modules):
@@ -293,6 +293,12 @@ def test_samples_of_changing_shape_and_weights_leave_nothing_behind(monkeypatch)
             made.add(self)
 
     monkeypatch.setattr(decoupled, "Modules", Watched)
+    return made
+
+
+def test_samples_of_changing_shape_and_weights_leave_nothing_behind(monkeypatch):
+    torch.manual_seed(0)
+    made = watched_modules(monkeypatch)
     model = build("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     DecoupledLocAteR(model).attach(optimizer)
@@ -315,14 +321,7 @@ def test_samples_of_changing_shape_and_weights_leave_nothing_behind(monkeypatch)
 def test_plans_of_earlier_steps_are_freed_at_once(monkeypatch):
     """Not when Python next looks for cycles: they may hold copies of all query and key weights."""
     torch.manual_seed(0)
-    made = weakref.WeakSet()
-
-    class Watched(_bounded.Modules):
-        def __init__(self, *args):
-            super().__init__(*args)
-            made.add(self)
-
-    monkeypatch.setattr(decoupled, "Modules", Watched)
+    made = watched_modules(monkeypatch)
     model = build("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     reg = DecoupledLocAteR(model).attach(optimizer)
