@@ -43,6 +43,7 @@ class Bounded(ABC):
         self.names = [plain_name(member.module) for member in members]
         self.initial = initial  # the spread of every head before the first step (S, G, R); −1 where there was none yet
         parts = [[projections(member)[index] for member in members] for index in (0, 1)]
+        self._parts = parts  # W_Q of every module, and W_K
         self._stored = without_repeats([one for index in (0, 1) for one in stored_of(parts[index], index, moved)])
         # a norm takes out what its input is multiplied by
         norms = members[0].query_norm, members[0].key_norm
@@ -96,8 +97,7 @@ class Modules(Bounded):
 
     def __init__(self, members: Sequence[Attention], initial: Tensor, moved: Moved) -> None:
         super().__init__(members, initial, moved)
-        self._first = members[0]
-        parts = [[projections(member)[index] for member in members] for index in (0, 1)]
+        self._first, parts = members[0], self._parts
         self._norms = [[one.query_norm for one in members], [one.key_norm for one in members]]
         plain = not any(part[0].others for part in parts)
         views = [[one.view(one.tensor.detach()) for one in part] for part in parts] if plain else [[], []]

@@ -202,10 +202,9 @@ class DecoupledLocAteR(Regulariser):
         self._moments = self._averaged(begun)
         for one in begun:
             one.write(self.rule, factor, overflow, self.every)
+        # where a part of an update moves logits by more than that part of the whole, what is left is looked at again
         curved = [one for one in begun if not one.linear]
-        if (
-            curved
-        ):  # where a part of an update moves logits by more than that part of the whole: what is left is looked at
+        if curved:
             self._moments = [(names, moments.clone()) for names, moments in self._moments]
             for _ in range(_LOOKS):
                 self._averaged(curved)
@@ -218,9 +217,9 @@ class DecoupledLocAteR(Regulariser):
         """Names of modules and their moments, over the ranks, each of which has seen a sample of its own."""
         found = [(one.names, one.measure()) for one in bounded]
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1
-        named = {name: own for names, moments in found for name, own in zip(names, moments, strict=True)}
-        if not several or not named:
+        if not several or not found:
             return found
+        named = {name: own for names, moments in found for name, own in zip(names, moments, strict=True)}
         ordered = [named[name] for name in sorted(named)]  # ranks may work on modules in another order
         together = torch.cat([one.flatten() for one in ordered])
         dist.all_reduce(together, group=self.group)

@@ -24,11 +24,11 @@ from torch import Tensor
 from locater.lab.config import Config, Member, ModelConfig
 from locater.lab.engine._random import dropout_bits, site_key
 from locater.lab.engine.heads import Parameters, all_heads
-from locater.lab.engine.methods import Method
+from locater.lab.engine.methods import Method, method_of
 from locater.lab.intervention import check_interventions
 from locater.qk import QK
 
-__all__ = ["Interventions", "random_directions", "with_scale", "with_trace"]
+__all__ = ["Interventions", "method_for", "random_directions", "with_scale", "with_trace"]
 
 _NEWTON_STEPS = 12  # a few halvings from anywhere, then quadratic convergence
 _LOG_FACTORS = 12.0  # the factor on logits lies between e⁻¹² and e¹²
@@ -173,6 +173,13 @@ class Interventions(Method):
             noise = random_directions(keys, both.shape[1:]).to(both.dtype) * sizes.nan_to_num(0.0, 0.0)
             both.index_copy_(0, self._noisy, noise)
         return both[:, 0], both[:, 1]
+
+
+def method_for(config: Config, members: Sequence[Member], strength: Tensor) -> Method:
+    """The model's method, or the interventions of members, which a model with a method of its own does not take."""
+    if any(member.intervention for member in members):
+        return Interventions(config, members, strength)
+    return method_of(config.model, strength)
 
 
 class _AtInference(Method):

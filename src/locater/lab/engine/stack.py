@@ -23,9 +23,8 @@ from locater.lab.data import EOS, PAD, Corpus
 from locater.lab.engine._recorders import Begin, Recorders
 from locater.lab.engine._validation import attention_metrics, valid_loss
 from locater.lab.engine.heads import query_key_matrix, split_qkv
-from locater.lab.engine.interventions import Interventions
+from locater.lab.engine.interventions import method_for
 from locater.lab.engine.loss import loss_and_gradient
-from locater.lab.engine.methods import Method, method_of
 from locater.lab.engine.model import (
     Dropout,
     add_rows_,
@@ -89,7 +88,7 @@ class Stack:
             TokenBlocks(corpus.splits[split], config.model.tokens, EOS, device) for split in ("train", "valid")
         )
         self.segments = self._initial_segments(len(corpus.words))
-        self.method = self._method()
+        self.method = method_for(config, self.members, self._settings("strength"))
         self.method.start(self.body(self.segments["body"].value))
         self._copy_low()
         rates = self._settings("learning_rate"), self._settings("decay")
@@ -116,12 +115,6 @@ class Stack:
         stacked["body"] = functional.pad(body, (0, -body.shape[1] % 16))
         names = [name for name in ("embedding", "output", "body") if name in stacked]
         return {name: Segment.of(stacked.pop(name).to(self.device), dtype) for name in names}
-
-    def _method(self) -> Method:
-        strength = self._settings("strength")
-        if any(member.intervention for member in self.members):
-            return Interventions(self.config, self.members, strength)
-        return method_of(self.config.model, strength)
 
     def _settings(self, name: str) -> Tensor:
         """One of the members' numbers, (E,)."""
