@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import shutil
@@ -16,7 +17,7 @@ from locater.cli import app
 from locater.errors import LocaterError
 from locater.figures import draw_arena
 from locater.figures._arena import against_rate
-from locater.lab.arena import ARENAS, CONTENDERS, read_arena, run_arena, summary
+from locater.lab.arena import ARENAS, CONTENDERS, outdated, read_arena, run_arena, summary
 from locater.lab.config import METHOD_NAMES
 from markdown_pages import ROOT
 
@@ -148,6 +149,8 @@ def test_what_was_trained_by_another_version_of_a_method_is_not_taken_for_this_o
         ):
             run_arena(replace(SMALL, contenders=contenders), tmp_path, device="cpu")
     assert [child.name for child in tmp_path.iterdir()] == ["locater-auto"]
+    assert outdated(tmp_path) == {"locater-auto"}
+    assert outdated(folder) == set()
 
 
 def test_what_was_cut_off_is_trained_anew_though_it_kept_checkpoints(tmp_path):
@@ -350,42 +353,12 @@ def test_the_figures_data_is_json_whatever_broke(lines, tmp_path):
 # ---------------------------------------------------------------------- what was run
 
 
-CELLS = {  # of the table in the docs, by the quantity of its column
-    "loss": lambda row: f"{row.loss:.3f}",
-    "area": lambda row: f"{row.area:.3f}",
-    "trains to": lambda row: f"{row.trains_to:g}",
-    "largest logit": lambda row: f"{row.max_logit:.0f}",
-    "× none": lambda row: f"{row.relative:.2f}",
-}
-
-
-def test_the_table_in_the_docs_is_that_of_the_results():
-    """Columns are named ARENA: QUANTITY; the strength is the default, and a dash is what was not run."""
-    text = (ROOT / "docs" / "arena.md").read_text()
-    lines = text[text.index("\n| | ") :].split("\n\n")[0].strip().splitlines()
-    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    tables = {name: table_of(name) for name in {column.partition(": ")[0] for column in head if ": " in column}}
-    assert set(tables) == {"pre", "long", "words", "post", "rotary"}
-    labels = [row[0].removesuffix(" †") for row in rows]
-    known = {
-        one.label: one for one in CONTENDERS.values() if any(one.label in table.index for table in tables.values())
-    }
-    assert labels == list(known)
-    for label, row in zip(labels, rows, strict=True):
-        cells = dict(zip(head[1:], row[1:], strict=True))
-        assert cells.pop("at inference") in ("–", known[label].at_inference)
-        strength = known[label].strengths[0]
-        assert cells.pop("strength") == (f"{strength:g}" if strength else "–")
-        for column, cell in cells.items():
-            arena, _, quantity = column.rpartition(": ")
-            table = tables[arena]
-            assert cell == (CELLS[quantity](table.loc[label]) if label in table.index else "–"), (label, column)
-
-
-def table_of(name):
-    """The summary of an arena's results, by label; in nats a word, or bits a byte."""
-    models = read_arena(ROOT / "results" / f"arena-{name}")
-    return summary(models.assign(loss=models.loss / (1.0 if name == "words" else math.log(2)))).set_index("label")
+def test_the_tables_in_the_docs_are_those_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_site")
+    for page, tables in importlib.import_module("tables").pages().items():
+        text = (ROOT / "docs" / page).read_text()
+        for table in tables:
+            assert "\n".join(table) + "\n\n" in text, f"{page}: python docs/_site/tables.py"
 
 
 # ---------------------------------------------------------------------- the command

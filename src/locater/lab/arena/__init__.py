@@ -17,7 +17,7 @@ import numpy as np
 from locater.control.rules.locater import paper_strengths
 from locater.errors import LocaterError
 from locater.lab.arena.cost import REFERENCE, Cost, read_costs, time_contenders, write_timing
-from locater.lab.arena.folder import check_groups, conditions, difference, discard_unfinished, entries_in
+from locater.lab.arena.folder import Entry, check_groups, conditions, difference, discard_unfinished, entries_in
 from locater.lab.config import KAPPA_1, Config, Member, ModelConfig
 from locater.lab.data import Corpus, load_corpus
 from locater.lab.engine.methods import METHODS
@@ -37,6 +37,7 @@ __all__ = [
     "TRAINS_WITHIN",
     "Arena",
     "Contender",
+    "outdated",
     "read_arena",
     "run_arena",
     "summary",
@@ -194,11 +195,10 @@ def _check_folder(arena: Arena, folder: Path, corpus: Corpus) -> None:
     name = arena.contenders[0]
     wanted = conditions(*arena.planned(name), corpus.fingerprint)
     for entry in entries_in(folder):
-        method = entry.plan.config.model.method
-        if entry.version != METHODS[method].version:
+        if _is_outdated(entry):
             raise LocaterError(
-                f"{entry.plan.folder} was trained by another version of {method} than this one: "
-                "choose another folder, or remove that one to train it anew"
+                f"{entry.plan.folder} was trained by another version of {entry.plan.config.model.method} than this "
+                "one: choose another folder, or remove that one to train it anew"
             )
         if found := difference(entry.conditions(), wanted):
             what, then, now = found
@@ -208,7 +208,16 @@ def _check_folder(arena: Arena, folder: Path, corpus: Corpus) -> None:
             )
 
 
+def _is_outdated(entry: Entry) -> bool:
+    return entry.version != METHODS[entry.plan.config.model.method].version
+
+
 # ---------------------------------------------------------------------- results
+
+
+def outdated(folder: str | Path) -> set[str]:
+    """The contenders there that were trained by another version of their method's formula than this one."""
+    return {entry.contender for entry in entries_in(Path(folder)) if _is_outdated(entry)}
 
 
 def read_arena(folder: str | Path, contenders: Sequence[str] | None = None) -> pd.DataFrame:
