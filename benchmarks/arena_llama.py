@@ -4,9 +4,9 @@ through the public API.
     python benchmarks/arena_llama.py run FOLDER [--only TEXT] [--minutes M]    trains what FOLDER/runs.jsonl lacks
     python benchmarks/arena_llama.py show FOLDER                               prints the tables
 
-A run is one line of the file; what is there is not trained again, a run that was cut off is trained anew. Processes
-may share a folder. Methods of one seed share their start and their batches. `plan` is what is compared, written down
-before the runs.
+A run is one line of the file; what is there is not trained again, but for LocAteR's of another version of its rule; a
+run that was cut off is trained anew. Processes may share a folder. Methods of one seed share their start and their
+batches. `plan` is what is compared, written down before the runs.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import nn
 
+from _versions import MARK, newest, outdated, versioned
 from locater import observe
 from locater.control import DecoupledLocAteR, QKClip, QKNorm
 
@@ -244,12 +245,12 @@ def missing(path: Path, only: str) -> tuple[Run, FileLock] | None:
     """The next run that is neither trained nor being trained by another process, which is kept from it."""
     known = read(path)
     for run in plan(known):
-        if run in {done for done, _ in known} or not re.match(only, run.name):
+        if run in done(known) or not re.match(only, run.name):
             continue
         lock = FileLock(path.parent / "running" / f"{re.sub('[^a-zA-Z0-9.]+', '-', run.name)}.lock")
         with suppress(Timeout):
             lock.acquire(timeout=0)
-            if run not in {done for done, _ in read(path)}:
+            if run not in done(read(path)):
                 return run, lock
             lock.release()
     return None
@@ -277,7 +278,7 @@ def run_all(folder: Path, only: str, minutes: float) -> None:
                 trainers[run.method, run.unit] = Trainer(run.method, texts[run.unit])
             line = trainers[run.method, run.unit](run)
             with path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(versioned(line)) + "\n")
         finally:
             lock.release()
         print(f"{run.name}: {line['loss']:.4f} nats, largest logit {line['largest_logit']:.0f}, "
@@ -290,7 +291,12 @@ def run_all(folder: Path, only: str, minutes: float) -> None:
 
 def read(path: Path) -> list[tuple[Run, dict]]:
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [(Run(**{name: line[name] for name in Run.__dataclass_fields__}), line) for line in lines]
+    names = tuple(Run.__dataclass_fields__)
+    return [(Run(**{name: line[name] for name in names}), line) for line in newest(lines, names)]
+
+
+def done(known: list[tuple[Run, dict]]) -> set[Run]:
+    return {run for run, line in known if not outdated(line)}
 
 
 def interval(differences: list[float]) -> str:
@@ -324,7 +330,8 @@ def table(folder: Path) -> list[str]:
             largest = max(line["largest_logit"] for line in own.values())
             against = "" if method == "none" else interval(pairs)
             what = f"{key[0]}, {key[1]:,} updates, {key[2]} {key[3]:g}"
-            lines.append(f"| {what} | {method} | {len(own)} | {bits:.3f} | {against} | {largest:,.0f} |")
+            name = f"{method} {MARK}" if any(map(outdated, own.values())) else method
+            lines.append(f"| {what} | {name} | {len(own)} | {bits:.3f} | {against} | {largest:,.0f} |")
     return lines
 
 

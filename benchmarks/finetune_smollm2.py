@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from _versions import MARK, newest, outdated, versioned
 from locater.control import DecoupledLocAteR, QKClip, QKDecay
 from locater.measure.logs import AttentionLog
 
@@ -141,12 +142,13 @@ def plan(known: list[dict], lora: bool) -> Iterator[tuple[str, float, int]]:
 
 def read(folder: Path) -> list[dict]:
     path = folder / "runs.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return newest(lines, ("method", "rate", "seed"))
 
 
 def missing(folder: Path, lora: bool) -> tuple[str, float, int] | None:
     known = read(folder)
-    done = {(line["method"], line["rate"], line["seed"]) for line in known}
+    done = {(line["method"], line["rate"], line["seed"]) for line in known if not outdated(line)}
     return next((run for run in plan(known, lora) if run not in done), None)
 
 
@@ -157,7 +159,7 @@ def run_all(folder: Path, file: Path, size: Size, minutes: float) -> None:
     while (run := missing(folder, size.lora)) is not None and time.monotonic() < end:
         found = task(*run)
         with (folder / "runs.jsonl").open("a") as lines:
-            lines.write(json.dumps(found) + "\n")
+            lines.write(json.dumps(versioned(found)) + "\n")
         print(f"{run}: {found['loss']:.4f} nats, largest logit {found['largest_logit']:.0f}, "
               f"{len(found['alarms'])} alarms, {found['seconds']:.1f} s", flush=True)  # fmt: skip
 
@@ -173,7 +175,8 @@ def table(folder: Path) -> list[str]:
                 losses = [line["loss"] for line in sorted(here, key=lambda line: line["seed"])]
                 each, mean = ", ".join(f"{loss:.3f}" for loss in losses), f"{statistics.mean(losses):.3f}"
                 largest, alarms = max(line["largest_logit"] for line in here), sum(len(line["alarms"]) for line in here)
-                lines.append(f"| {rate:g} | {method} | {each} | {mean} | {largest:.0f} | {alarms} |")
+                name = f"{method} {MARK}" if any(map(outdated, here)) else method
+                lines.append(f"| {rate:g} | {name} | {each} | {mean} | {largest:.0f} | {alarms} |")
     return lines
 
 

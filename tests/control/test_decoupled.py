@@ -15,7 +15,8 @@ from zoo import FAMILIES, build, inputs, recorded_logits
 from interpreter import on_gpu
 from locater import LocaterError
 from locater.control import DecoupledLocAteR, QKNorm, _bounded, decoupled
-from locater.control.rules.decoupled import SEQUENCES, TOKENS, Decoupled, logit_moments
+from locater.control._sampled import Sample
+from locater.control.rules.decoupled import SEQUENCES, TOKENS, Decoupled, logit_moments, sampled_positions
 from locater.models import attentions
 from replaying import put_in_place_of_cuda
 
@@ -54,6 +55,13 @@ def run(model, tokens=12):
 
 
 @torch.no_grad()
+def sampled_logits(reg, attention):
+    """(B, heads, n, n), on the states that entered last."""
+    states, positions, _ = reg._states.of(attention)
+    return attention.logits(states, positions=(positions, positions))
+
+
+@torch.no_grad()
 def moved(model, size, seed=0):
     """The gradients of SGD with a rate of 1 that moves every query and key weight by `size` at random."""
     random = torch.Generator().manual_seed(seed)
@@ -75,12 +83,12 @@ def test_a_step_moves_no_heads_logits_by_more_than_the_bound(family):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     reg = DecoupledLocAteR(model, change=1e-3, spread=1e6).attach(optimizer)
     run(model)
-    before = {a.module: a.logits(reg._states.of(a)).detach() for a in attentions(model)}
+    before = {a.module: sampled_logits(reg, a) for a in attentions(model)}
     moved(model, 2e-3)
     optimizer.step()
     changes = []
     for attention in attentions(model):
-        after = attention.logits(reg._states.of(attention)).detach()
+        after = sampled_logits(reg, attention)
         changes.append(spread_of((after - before[attention.module]).transpose(0, 1)))  # (heads,)
     found = torch.cat(changes)
     assert (found < 1.02e-3).all()
@@ -96,14 +104,11 @@ def test_nor_does_a_large_one(family, size):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     reg = DecoupledLocAteR(model, change=0.1, spread=1e6).attach(optimizer)
     run(model)
-    before = {a.module: a.logits(reg._states.of(a)).detach() for a in attentions(model)}
+    before = {a.module: sampled_logits(reg, a) for a in attentions(model)}
     moved(model, size)
     optimizer.step()
     found = torch.cat(
-        [
-            spread_of((a.logits(reg._states.of(a)).detach() - before[a.module]).transpose(0, 1))
-            for a in attentions(model)
-        ]
+        [spread_of((sampled_logits(reg, a) - before[a.module]).transpose(0, 1)) for a in attentions(model)]
     )
     assert (found < 0.101).all()
     assert (
@@ -120,9 +125,72 @@ def test_the_sample_is_what_entered_the_model_s_own_attention():
         model(input_ids=ids)
     for attention in attentions(model):
         states, _, logits = recorded[attention.module]
-        torch.testing.assert_close(reg._states.of(attention), states[:SEQUENCES])
+        torch.testing.assert_close(reg._states.of(attention).states, states[:SEQUENCES])
         seen = logits > -1e30
         torch.testing.assert_close(attention.logits(states)[seen], logits[seen], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [2, 64, 65, 200, 4096])
+def test_a_sample_is_of_the_whole_sequence(tokens):
+    """Near offsets and far ones; with no token twice."""
+    found = sampled_positions(tokens)
+    assert len(found) == min(tokens, TOKENS)
+    assert found[0] == 0
+    assert found[-1] == tokens - 1
+    assert (found.diff() > 0).all()
+    assert (found.diff() == 1).sum() >= min(tokens - 1, 56)
+    assert found.diff().max() <= 1 + tokens / 7
+
+
+def test_an_update_that_moves_late_tokens_alone_is_bounded():
+    """Words that come late have embeddings in coordinates which early ones have not, and only those of the weights are
+    moved."""
+    torch.manual_seed(0)
+    model = build("llama").double()
+    embeddings, vocabulary = model.get_input_embeddings().weight, model.config.vocab_size
+    with torch.no_grad():
+        embeddings[: vocabulary // 2, :8] = 0
+        embeddings[vocabulary // 2 :, 8:] = 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    DecoupledLocAteR(model, change=1e-3, spread=1e6).attach(optimizer)
+    ids = torch.randint(vocabulary // 2, (2, 192))
+    ids[:, 64:] += vocabulary // 2
+    with recorded_logits(model) as recorded:
+        model.train()(input_ids=ids)
+    moved(model, 0.1)
+    first = attentions(model)[0]
+    for one in (first.query, first.key):
+        one.view(one.tensor.grad)[..., 8:] = 0
+    states = recorded[first.module][0].detach()
+    before = first.logits(states).detach()
+    optimizer.step()
+    change = (first.logits(states).detach() - before).transpose(0, 1)
+    assert (change[..., :64, :64] == 0).all()
+    found = spread_of(change)  # of all 192 tokens; 64 of them were sampled
+    assert (found < 1.2e-3).all()
+    assert (found > 0.8e-3).any()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+def test_padding_is_not_sampled(family, side):
+    model = build(family)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    reg = DecoupledLocAteR(model).attach(torch.optim.SGD(model.parameters(), lr=1.0))
+    ids = ids_of(model)
+    model.train()(input_ids=ids)
+    plain = [reg._states.of(attention).states for attention in attentions(model)]
+    padding, order = torch.zeros(4, 20, dtype=torch.long), 1 if side == "right" else -1
+    mask = torch.cat([torch.ones_like(ids), padding][::order], 1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    model(input_ids=torch.cat([ids, padding][::order], 1), attention_mask=mask, position_ids=positions)
+    for attention, alone in zip(attentions(model), plain, strict=True):
+        states, positions, tokens = reg._states.of(attention)
+        assert tokens == 32
+        assert positions.tolist() == sorted([*range(12), *range(12), *range(8)])  # as many as of 32 tokens
+        torch.testing.assert_close(states, alone[:, positions], rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_taken_back_is_a_part_of_the_update_of_each_head():
@@ -158,7 +226,7 @@ def test_no_spread_of_logits_is_beyond_the_bound(family):
         optimizer = torch.optim.SGD(one.parameters(), lr=1.0)
         reg = DecoupledLocAteR(one, change=1e6, spread=spread).attach(optimizer)
         run(one)
-        states = {a.module: reg._states.of(a) for a in attentions(one)}
+        states = {a.module: reg._states.of(a).states for a in attentions(one)}
         first = {a.module: spread_of(a.logits(states[a.module]).detach().transpose(0, 1)) for a in attentions(one)}
         moved(one, 1.0)
         optimizer.step()
@@ -198,7 +266,7 @@ def test_the_default_spread_is_where_softmax_keeps_a_quarter_of_its_entropy(toke
 @pytest.mark.parametrize("acts", [(True, True), (True, False), (False, True), (False, False)])
 def test_factors_shrink_logits_to_the_bound(shared, acts):
     moments = torch.tensor([[[25.0, 0.0, 0.0], [4.0, 0.0, 0.0], [100.0, 0.0, 0.0]]])
-    keep, q, k = Decoupled(0.1, 2.5).factors(moments, torch.zeros(1, 3), acts=acts, shared_keys=shared)
+    keep, q, k = Decoupled(10.0, 2.5).factors(moments, torch.zeros(1, 3), acts=acts, shared_keys=shared)
     assert (keep == 1).all()
     spread = moments[..., 0].sqrt() * q * k
     if any(acts):
@@ -210,6 +278,13 @@ def test_factors_shrink_logits_to_the_bound(shared, acts):
         torch.testing.assert_close(q * k, torch.tensor([[0.5, 1.0, 0.25]]) if any(acts) else torch.ones(1, 3))
     released = Decoupled(0.1, 2.5).factors(moments, torch.zeros(1, 3), 1e-9, acts=acts, shared_keys=shared)
     assert all((one == 1).all() for one in released)
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_logits_are_shrunk_by_no_more_than_updates_may_change_them(every):
+    moments = torch.tensor([[[25.0, 0.0, 0.0], [2.55**2, 0.0, 0.0]]])
+    _, q, k = Decoupled(0.1, 2.5).factors(moments, torch.zeros(1, 2), every=every)
+    torch.testing.assert_close(moments[..., 0].sqrt() * q * k, torch.tensor([[5 - every * 0.1, 2.5]]))
 
 
 @pytest.mark.parametrize(("every", "kept"), [(1, 0.9), (5, 0.5), (10, 0.0), (1000, 0.0)])
@@ -272,7 +347,7 @@ def test_what_is_not_finite_is_not_written(spoilt):
     moved(model, 1e-4)
     query = attentions(model)[0].query.tensor
     if spoilt == "states before":
-        reg._states._samples["model.layers.0.self_attn"].states[0, 0, 0] = math.inf
+        reg._states._samples["model.layers.0.self_attn"].last.states[0, 0, 0] = math.inf
         expected = query.detach() - query.grad
     else:
         query.grad[0, 0] = math.inf
@@ -288,8 +363,8 @@ def watched_modules(monkeypatch):
     made = weakref.WeakSet()
 
     class Watched(_bounded.Modules):
-        def __init__(self, *args):
-            super().__init__(*args)
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
             made.add(self)
 
     monkeypatch.setattr(decoupled, "Modules", Watched)
@@ -347,11 +422,11 @@ def test_without_states_the_norms_gain_of_now_counts():
     with torch.no_grad():
         for layer in model.model.layers:
             layer.input_layernorm.weight.mul_(5.0)
-    before = {a.module: a.logits(reg._states.of(a)).detach() for a in attentions(model)}
+    before = {a.module: sampled_logits(reg, a) for a in attentions(model)}
     moved(model, 1e-2)
     optimizer.step()
     for attention in attentions(model):
-        change = attention.logits(reg._states.of(attention)).detach() - before[attention.module]
+        change = sampled_logits(reg, attention) - before[attention.module]
         assert (spread_of(change.transpose(0, 1)) < 1.1e-3).all()
 
 
@@ -454,6 +529,46 @@ def test_a_checkpoints_spread_is_that_of_the_first_sample_with_one():
     assert min(x for one in reg.state_dict()["initial"].values() for row in one for x in row) > 5
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_checkpoint_s_sharp_heads_stay_when_no_states_were_seen_before_the_first_step(family):
+    """Attached between forward and step: what entered attention is not known yet, and made up tokens say nothing of
+    how sharp its heads are."""
+    torch.manual_seed(0)
+    model = build(family)
+    with torch.no_grad():
+        for attention in attentions(model):
+            attention.query.tensor.mul_(40)
+    run(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    reg = DecoupledLocAteR(model).attach(optimizer)
+    before = weights(model)
+    for _ in range(3):
+        moved(model, 0.0)
+        optimizer.step()
+        assert same(weights(model), before)
+        run(model)
+    assert max(value for name, value in reg.measure().items() if name.endswith("/spread")) > 2 * reg.spread
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_a_norm_s_gains_are_not_held_against_the_weights(monkeypatch, stacked):
+    """They may be trained at any rate: what they do to logits is not what W_Q and W_K do."""
+    if not stacked:
+        monkeypatch.setattr(decoupled, "stackable", lambda _: False)
+    torch.manual_seed(0)
+    model = build("qwen3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    reg = DecoupledLocAteR(model).attach(optimizer)
+    run(model)
+    moved(model, 1e-4)
+    for attention in attentions(model):
+        attention.query_norm.stored.grad = torch.full_like(attention.query_norm.stored, -2.0)
+    expected = {name: p.detach() - p.grad for name, p in model.named_parameters()}
+    optimizer.step()
+    assert same(weights(model), expected)
+    assert max(value for name, value in reg.measure().items() if name.endswith("/change")) < 0.1
+
+
 def test_layers_that_share_their_weights_are_bounded_once():
     torch.manual_seed(0)
     model = build("llama")
@@ -463,10 +578,10 @@ def test_layers_that_share_their_weights_are_bounded_once():
     reg = DecoupledLocAteR(model, change=1e-3).attach(optimizer)
     run(model)
     first = attentions(model)[0]
-    before = first.logits(reg._states.of(first)).detach()
+    before = sampled_logits(reg, first)
     moved(model, 2e-3)
     optimizer.step()
-    found = spread_of((first.logits(reg._states.of(first)).detach() - before).transpose(0, 1))
+    found = spread_of((sampled_logits(reg, first) - before).transpose(0, 1))
     assert 0.9e-3 < found.max() < 1.02e-3
 
 
@@ -506,7 +621,7 @@ def test_a_saved_model_takes_no_sample_along(tmp_path):
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
     hooks = [hook for module in loaded.modules() for hook in module._forward_pre_hooks.values()]
     assert hooks
-    assert all(hook.states is None for hook in hooks)
+    assert all(hook.last is None for hook in hooks)
     reg.detach()
     assert not reg._states.entered()  # nor are they held
 
@@ -638,7 +753,7 @@ def test_without_states_tokens_are_independent_and_the_bounds_hold_for_them():
     model = nn.MultiheadAttention(12, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     reg = DecoupledLocAteR(model, change=1e-3, spread=1e6).attach(optimizer)
-    x = reg._states.of(reg.attentions[0])
+    x = reg._states.of(reg.attentions[0]).states
     assert x.shape == (SEQUENCES, TOKENS, 12)
     assert float(x.std()) == pytest.approx(1, abs=0.05)
     (attention,) = attentions(model)
@@ -688,11 +803,11 @@ def test_optimizers_that_train_a_model_together_are_attached_to_in_one_call():
     muon, adamw = muon_and_adamw(model)
     reg = DecoupledLocAteR(model, change=1e-3).attach([muon, adamw])
     run(model)
-    before = {a.module: a.logits(reg._states.of(a)).detach() for a in attentions(model)}
+    before = {a.module: sampled_logits(reg, a) for a in attentions(model)}
     for optimizer in (muon, adamw):
         optimizer.step()
     for attention in attentions(model):
-        change = attention.logits(reg._states.of(attention)).detach() - before[attention.module]
+        change = sampled_logits(reg, attention) - before[attention.module]
         assert (spread_of(change.transpose(0, 1)) < 1.1e-3).all()
     assert reg.step == 1
     reg.detach()
@@ -711,10 +826,10 @@ def test_queries_and_keys_in_two_optimizers_are_each_bounded():
         run(model)
         moved(model, 0.1)
         for optimizer in two:
-            before = {a.module: a.logits(reg._states.of(a)).detach() for a in known}
+            before = {a.module: sampled_logits(reg, a) for a in known}
             optimizer.step()
             for a in known:
-                change = a.logits(reg._states.of(a)).detach() - before[a.module]
+                change = sampled_logits(reg, a) - before[a.module]
                 assert (spread_of(change.transpose(0, 1)) < 1.1e-3).all()
     assert reg.step == 5
 
@@ -749,8 +864,8 @@ def test_a_closure_is_evaluated_as_ever():
         return loss
 
     closure()
-    before = {a.module: a.logits(reg._states.of(a)).detach() for a in attentions(model)}
-    states = {a.module: reg._states.of(a).clone() for a in attentions(model)}
+    before = {a.module: sampled_logits(reg, a) for a in attentions(model)}
+    states = {a.module: reg._states.of(a).states.clone() for a in attentions(model)}
     optimizer.step(closure)
     for attention in attentions(model):
         change = attention.logits(states[attention.module]).detach() - before[attention.module]
@@ -889,12 +1004,13 @@ def test_modules_together_have_the_logits_they_have_alone(monkeypatch, family, s
     torch.manual_seed(0)
     monkeypatch.setattr(_bounded, "_SMALL", 1 << 30 if stacked else 0)
     known = attentions(build(family))
-    states = [torch.randn(2, 9, known[0].qk().d_model) for _ in known]
+    at = sampled_positions(100)
+    samples = [Sample(torch.randn(2, len(at), known[0].qk().d_model), at, 100) for _ in known]
     together = _bounded.Modules(known, -torch.ones(len(known), *known[0].query.shape[:2]), lambda _: True)
-    together.begin(states)
+    together.begin(samples)
     together.measure()
-    for one, x, found in zip(known, states, together._logits(*together._before), strict=True):
-        alone = one.logits(x).detach()  # (B, heads, n, n)
+    for one, sample, found in zip(known, samples, together._logits(*together._before), strict=True):
+        alone = one.logits(sample.states, positions=(at, at)).detach()  # (B, heads, n, n)
         torch.testing.assert_close(found.flatten(0, 1), alone.transpose(0, 1), rtol=1e-4, atol=1e-5)
 
 
@@ -925,8 +1041,8 @@ def test_steps_can_be_replayed(monkeypatch, family, every):
     """As a CUDA graph does, on the tensors of the step that was recorded, and without asking for a number."""
 
     class Recorded(_bounded.Modules):
-        def __init__(self, *args):
-            super().__init__(*args)
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
             self._on_device = self._recorded = True
 
     torch.manual_seed(0)
@@ -940,7 +1056,7 @@ def test_steps_can_be_replayed(monkeypatch, family, every):
         reg = DecoupledLocAteR(model, change=0.02, spread=0.5, every=every).attach(optimizer)
         for step in range(9):
             torch.manual_seed(step)  # of dropout
-            run(model)
+            run(model, 12 if family == "gpt2" else 70 + 10 * (step % 3))  # of which 64 are sampled, at other positions
             moved(model, 0.05 * (1 + step % 3), seed=step)
             optimizer.step()
         graphs = [len(one._graphs) for plan in reg._plans for one, _ in plan.work]

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from locater._triton import on
 from locater.control._kernels import supported
-from locater.control._parameters import projections
-from locater.control._sampled import logits_of
+from locater.control._parameters import gathered, projections
+from locater.control._sampled import Sample, logits_of
 from locater.control._step_kernels import moments
 from locater.control._weights import Copy, Weights, product_type, stored_of, without_repeats
 from locater.control.rules.decoupled import Decoupled, Factors, initial_spread, logit_moments
-from locater.models import Attention
+from locater.models import Attention, Norm, Rope
 from locater.names import plain_name
 
 __all__ = ["Bounded", "Modules", "OneModule"]
@@ -38,10 +38,12 @@ class Bounded(ABC):
     """Attention modules of one shape in a step of their optimizer: `begin` before it, `measure` and `write` after it,
     again and again if logits do not follow the weights linearly, then `end`."""
 
-    def __init__(self, members: Sequence[Attention], initial: Tensor, moved: Moved) -> None:
-        """`moved`: whether the optimizer moves a tensor."""
+    def __init__(self, members: Sequence[Attention], initial: Tensor, moved: Moved, *, missing: bool = False) -> None:
+        """`moved`: whether the optimizer moves a tensor; `missing`: whether samples are still made up, which say what
+        an update changes but not how sharp a head is."""
         self.names = [plain_name(member.module) for member in members]
         self.initial = initial  # the spread of every head before the first step (S, G, R); −1 where there was none yet
+        self._missing = missing
         parts = [[projections(member)[index] for member in members] for index in (0, 1)]
         self._parts = parts  # W_Q of every module, and W_K
         self._stored = without_repeats([one for index in (0, 1) for one in stored_of(parts[index], index, moved)])
@@ -52,8 +54,8 @@ class Bounded(ABC):
         self._acts = acts[0], acts[1]
 
     @abstractmethod
-    def begin(self, states: Sequence[Tensor]) -> None:
-        """`states` (B, n, D) of each module."""
+    def begin(self, samples: Sequence[Sample]) -> None:
+        """Of each module one, all of the same positions."""
 
     @abstractmethod
     def measure(self) -> Tensor:
@@ -72,9 +74,12 @@ class Bounded(ABC):
         self, rule: Decoupled, moments: Tensor, factor: Tensor | float, overflow: Tensor | float, every: int
     ) -> Factors:
         """Sets the initial spreads that are not known."""
-        self.initial.copy_(initial_spread(moments, self.initial))
+        if self._missing:
+            initial = torch.full_like(self.initial, math.inf)
+        else:
+            initial = self.initial.copy_(initial_spread(moments, self.initial))
         shared = moments.shape[-2] > 1
-        found = rule.factors(moments, self.initial, factor, every=every, shared_keys=shared, acts=self._acts)
+        found = rule.factors(moments, initial, factor, every=every, shared_keys=shared, acts=self._acts)
         if isinstance(overflow, Tensor):
             found = Factors(*(torch.where(overflow.to(x.device) > 0, 1.0, x) for x in found))
         return found
@@ -95,8 +100,8 @@ def _nothing_to_write(found: Factors) -> bool:
 class Modules(Bounded):
     """Those that differ in nothing but numbers."""
 
-    def __init__(self, members: Sequence[Attention], initial: Tensor, moved: Moved) -> None:
-        super().__init__(members, initial, moved)
+    def __init__(self, members: Sequence[Attention], initial: Tensor, moved: Moved, *, missing: bool = False) -> None:
+        super().__init__(members, initial, moved, missing=missing)
         self._first, parts = members[0], self._parts
         self._norms = [[one.query_norm for one in members], [one.key_norm for one in members]]
         plain = not any(part[0].others for part in parts)
@@ -113,18 +118,31 @@ class Modules(Bounded):
         self._states: Tensor | None = None
         self._old: list[Copy] = []
         self._before: list[Tensor] = []  # q and k of the sample
+        self._gains: list[Tensor | None] = []  # of norms, before the step: what they change is not W_Q's and W_K's
         self._moments: Tensor = initial.new_empty(0)
         self._given = initial.new_tensor([1.0, 0.0])  # the schedule's factor, and whether the step was skipped
         self._given_factor, self._given_overflow = 1.0, False
+        self._positions: Tensor | None = None
+        self._rope: tuple[int, Rope] | None = None  # of sequences of this length
         self._rotation: tuple[Tensor, Tensor] | None = None
 
-    def begin(self, states: Sequence[Tensor]) -> None:
+    def begin(self, samples: Sequence[Sample]) -> None:
         self._steps += 1
-        if self._states is None:
-            self._states = torch.stack([x.to(self._dtype) for x in states])
+        states, positions, tokens = [one.states for one in samples], samples[0].positions, samples[0].tokens
+        if self._states is None or self._positions is None:
+            self._states, self._positions = torch.stack([x.to(self._dtype) for x in states]), positions.clone()
         else:
             torch._foreach_copy_(list(self._states.unbind(0)), list(states))
+            self._positions.copy_(positions)
+        self._rope_for(tokens, positions.device)
         self._run("begin", self._copy)
+
+    def _rope_for(self, tokens: int, device: torch.device) -> None:
+        """The frequencies on the device, so that angles can be computed there; some change with the length."""
+        rope, known = self._first.rope, self._rope
+        if rope is not None and (known is None or (rope.stretched is not None and known[0] != tokens)):
+            frequencies = rope.frequencies if rope.stretched is None else rope.stretched(tokens)
+            self._rope = tokens, replace(rope, frequencies=frequencies.to(device), stretched=None)
 
     def measure(self) -> Tensor:
         self._run("measure", self._compare)
@@ -145,7 +163,7 @@ class Modules(Bounded):
 
     def end(self) -> None:
         if not self._recorded:  # else graphs write to them in the next step
-            self._old, self._before, self._states = [], [], None
+            self._old, self._before, self._gains, self._states = [], [], [], None
 
     def _run(self, name: Any, function: Callable[[], None]) -> None:
         """As a CUDA graph from the third step on: `begin` is recorded first, then what reads what it keeps."""
@@ -175,7 +193,10 @@ class Modules(Bounded):
         assert self._states is not None
         copied = [any(one.is_weight and one.index == index for one in self._stored) for index in (0, 1)]
         made = [one.rows(self._states, copied=wanted) for one, wanted in zip(self._weights, copied, strict=True)]
+        self._gains = [_stacked(norms) for norms in self._norms]
         self._before = self._normalised([rows for rows, _ in made])
+        if self._rope is not None and self._positions is not None:
+            self._rotation = self._rope[1].angles(self._positions, self._before[0].dtype)
         self._old = []
         for one in self._stored:
             copy = made[one.index][1] if one.is_weight else None
@@ -184,24 +205,18 @@ class Modules(Bounded):
     def _compare(self) -> None:
         assert self._states is not None
         after = self._normalised([one.rows(self._states)[0] for one in self._weights])
-        rope = self._first.rope
-        if rope is not None and self._rotation is None:
-            self._rotation = rope.angles(torch.arange(after[0].shape[-2], device=after[0].device), after[0].dtype)
         if self._kernels:
-            interleaved = rope is not None and rope.interleaved
+            interleaved = self._first.rope is not None and self._first.rope.interleaved
             self._moments = moments(self._before, after, self._first.scale, self._rotation, interleaved)
         else:
             self._moments = logit_moments(self._logits(*self._before), self._logits(*after))
 
     def _normalised(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Queries and keys (S, G, R, B, n, K), with the gains of now."""
+        """Queries and keys (S, G, R, B, n, K), with the gains of before the step."""
         made = []
-        for x, norms in zip(rows, self._norms, strict=True):
-            if (norm := norms[0]) is not None:
-                gains = [one.stored for one in norms if one is not None and one.stored is not None]
-                stacked = torch.stack(gains)[:, None, None, None, None].to(x.dtype) if gains else None
-                x = replace(norm, stored=stacked)(x)
-            made.append(x)
+        for x, norms, gains in zip(rows, self._norms, self._gains, strict=True):
+            norm = norms[0]
+            made.append(x if norm is None else replace(norm, stored=None if gains is None else gains.to(x.dtype))(x))
         return made
 
     def _logits(self, q: Tensor, k: Tensor) -> Tensor:
@@ -212,23 +227,32 @@ class Modules(Bounded):
         return self._first.scale * (q @ k.mT)
 
 
+def _stacked(norms: Sequence[Norm | None]) -> Tensor | None:
+    """Their gains (S, 1, 1, 1, 1, K)."""
+    gains = [one.stored for one in norms if one is not None and one.stored is not None]
+    return torch.stack(gains)[:, None, None, None, None] if gains else None
+
+
 # ---------------------------------------------------------------------- one by one
 
 
 class OneModule(Bounded):
     """Any module: sharded, or with parts that are only its own kind's."""
 
-    def __init__(self, members: Sequence[Attention], initial: Tensor, moved: Moved) -> None:
-        super().__init__(members, initial, moved)
+    def __init__(self, members: Sequence[Attention], initial: Tensor, moved: Moved, *, missing: bool = False) -> None:
+        super().__init__(members, initial, moved, missing=missing)
         (self._attention,) = members
 
-    def begin(self, states: Sequence[Tensor]) -> None:
-        self._states = states[0]
+    def begin(self, samples: Sequence[Sample]) -> None:
+        (self._sample,) = samples
         self._old = [one.copied() for one in self._stored]
-        self._before = logits_of(self._attention, self._states)
+        norms = {name: getattr(self._attention, name) for name in ("query_norm", "key_norm")}
+        kept = {name: norm and norm.mapped(lambda x: gathered(x.detach()).clone()) for name, norm in norms.items()}
+        self._with_old_gains = replace(self._attention, **kept)
+        self._before = logits_of(self._with_old_gains, self._sample)
 
     def measure(self) -> Tensor:
-        self._moments = logit_moments(self._before, logits_of(self._attention, self._states))
+        self._moments = logit_moments(self._before, logits_of(self._with_old_gains, self._sample))
         return self._moments
 
     def write(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
@@ -238,4 +262,4 @@ class OneModule(Bounded):
 
     def end(self) -> None:
         self._old = []
-        del self._before, self._states
+        del self._before, self._sample, self._with_old_gains

@@ -9,21 +9,29 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from locater.control._parameters import gathered, gathered_attention, is_sharded, projections
-from locater.control.rules.decoupled import SEQUENCES, TOKENS
+from locater.control.rules.decoupled import SEQUENCES, TOKENS, sampled_positions
 from locater.hooks import has_compiled
 from locater.models import Attention, Norm, Projection, Rope
 
-__all__ = ["SampledStates", "alike", "logits_of", "stackable"]
+__all__ = ["Sample", "SampledStates", "alike", "logits_of", "stackable"]
+
+
+class Sample(NamedTuple):
+    """States that entered an attention module."""
+
+    states: Tensor  # (B, n, D)
+    positions: Tensor  # (n,), in their sequences
+    tokens: int  # of a whole sequence
 
 
 class SampledStates:
-    """The first tokens of the first sequences that entered each attention module in its last training forward.
+    """Samples of what entered each attention module in its last training forward, padding left out where it is known.
 
     A module whose keys are made of other states than its queries, or that no states have entered, is taken to see
     independent, normal tokens that have passed the norm before it.
@@ -31,7 +39,7 @@ class SampledStates:
 
     def __init__(self, model: nn.Module, known: Sequence[Attention]) -> None:
         self._modules = {attention.module: model.get_submodule(attention.module) for attention in known}
-        self._samples = {attention.module: _Sample() for attention in known if not attention.kind.endswith("cross")}
+        self._samples = {attention.module: _Sampler() for attention in known if not attention.kind.endswith("cross")}
         self._users = 0  # optimizers
         self._looked = False  # whether compiled code was made to notice the hooks
 
@@ -51,7 +59,7 @@ class SampledStates:
             for hook in self._hooks:
                 hook.remove()
             for sample in self._samples.values():
-                sample.states = None
+                sample.last = None
             self._looked = False
 
     def make_noticed(self) -> None:
@@ -63,27 +71,36 @@ class SampledStates:
 
     def entered(self) -> bool:
         """Whether any were seen."""
-        return any(sample.states is not None for sample in self._samples.values())
+        return any(sample.last is not None for sample in self._samples.values())
 
     def kinds(self) -> list[Any]:
-        """Of every sample its shape and device: while they stay the same, `source` need not be asked again."""
-        return [x if (x := one.states) is None else (x.shape, x.device) for one in self._samples.values()]
+        """Of every sample its shape and device, and which others have the same positions: while that stays the same,
+        `source` need not be asked again."""
+        known = [sample.last for sample in self._samples.values()]
+        lengths = [None if one is None else one.tokens for one in known]
+        return [
+            None if one is None else (one.states.shape, one.states.device, lengths.index(one.tokens)) for one in known
+        ]
 
     def norms(self) -> list[int]:
         """Which QK-norms are applied: while they stay the same, so does what is `measured`."""
         return [id(module._modules.get("locater_qk_norm")) for module in self._modules.values()]
 
-    def source(self, attention: Attention) -> Callable[[], Tensor]:
-        """What gives the sample (B, n, D) that entered a module last."""
-        weight = projections(attention)[0].tensor
+    def is_missing(self, attention: Attention) -> bool:
+        """Whether states enter the module that were not seen yet."""
         sample = self._samples.get(attention.module)
-        if sample is not None and sample.states is not None and sample.states.device == weight.device:
-            return sample.kept
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        return lambda: _independent(attention, weight.device, dtype)
+        return sample is not None and self._seen(attention) is None
 
-    def of(self, attention: Attention) -> Tensor:
-        """(B, n, D)."""
+    def _seen(self, attention: Attention) -> _Sampler | None:
+        sample, device = self._samples.get(attention.module), projections(attention)[0].tensor.device
+        return sample if sample is not None and sample.last and sample.last.states.device == device else None
+
+    def source(self, attention: Attention) -> Callable[[], Sample]:
+        """What gives the sample that entered a module last."""
+        seen = self._seen(attention)
+        return seen.kept if seen is not None else lambda: _independent(attention)
+
+    def of(self, attention: Attention) -> Sample:
         return self.source(attention)()
 
     def measured(self, attention: Attention) -> Attention:
@@ -101,10 +118,10 @@ class SampledStates:
 
 
 @dataclass(eq=False)
-class _Sample:
+class _Sampler:
     """A forward pre-hook that keeps a sample; it may be compiled with the model."""
 
-    states: Tensor | None = field(default=None, repr=False)
+    last: Sample | None = field(default=None, repr=False)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not module.training:
@@ -119,26 +136,67 @@ class _Sample:
             x = x[None]
         elif not getattr(module, "batch_first", True):  # nn.MultiheadAttention: (T, B, D)
             x = x.transpose(0, 1)
-        self.states = x.flatten(1, -2)[:SEQUENCES, :TOKENS].clone()
+        x = x.flatten(1, -2)[:SEQUENCES]
+        positions = _positions(x.shape[1], x.device)
+        real = _real(args, kwargs, x.shape[:2])
+        if real is None:
+            states = x.index_select(1, positions)
+        else:
+            # the real tokens, in their order; where there are fewer than positions, they are gone through again
+            positions = (positions % real.sum(1).min().clamp(min=1)).sort().values
+            order = (~real).to(torch.int8).argsort(dim=1, stable=True)
+            states = x.gather(1, order[:, positions, None].expand(-1, -1, x.shape[-1]))
+        self.last = Sample(states, positions, x.shape[1])
 
-    def kept(self) -> Tensor:
-        assert self.states is not None
-        return self.states
+    def kept(self) -> Sample:
+        assert self.last is not None
+        return self.last
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Sample:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Sampler:
         """A copy of the model keeps samples of its own."""
-        return _Sample()
+        return _Sampler()
 
-    def __reduce__(self) -> tuple[type[_Sample], tuple[()]]:
+    def __reduce__(self) -> tuple[type[_Sampler], tuple[()]]:
         """A model that is saved whole takes no sample along."""
-        return _Sample, ()
+        return _Sampler, ()
 
 
-def _independent(attention: Attention, device: torch.device, dtype: torch.dtype) -> Tensor:
-    x, norm = _normal(projections(attention)[0].shape[-1], device, dtype), attention.input_norm
-    if norm is None or not attention.one_input or _two_widths(attention):
-        return x
-    return norm.mapped(lambda one: gathered(one.detach()).to(dtype))(x)
+def _positions(tokens: int, device: torch.device) -> Tensor:
+    return sampled_positions(tokens, device) if torch.compiler.is_compiling() else _known_positions(tokens, device)
+
+
+_known_positions = cache(sampled_positions)
+
+
+def _real(args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: Sequence[int]) -> Tensor | None:
+    """Which tokens (B, T) are no padding, by the masks that transformers and nn.MultiheadAttention give to a module;
+    None where they give none."""
+    sequences, tokens = shape
+    padding = kwargs.get("key_padding_mask")
+    if isinstance(padding, Tensor) and padding.ndim == 2:
+        padding = padding[:sequences]
+        return ~padding if padding.dtype == torch.bool else padding == 0
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    if not isinstance(mask, Tensor) or mask.shape[-1] != tokens:
+        return None
+    if mask.ndim == 4 and mask.shape[2] in (1, tokens):
+        # whether a token sees itself, which causal masks and windows let it do
+        mask = mask[:, 0, 0] if mask.shape[2] == 1 else mask[:, 0].diagonal(dim1=-2, dim2=-1)
+        mask = mask > -1e3 if mask.is_floating_point() else mask.to(torch.bool)
+    elif mask.ndim == 2 and not mask.is_floating_point():
+        mask = mask.to(torch.bool)
+    else:
+        return None
+    return mask[:sequences].expand(sequences, tokens)
+
+
+def _independent(attention: Attention) -> Sample:
+    weight, norm = projections(attention)[0].tensor, attention.input_norm
+    dtype, positions = torch.promote_types(weight.dtype, torch.float32), _known_positions(TOKENS, weight.device)
+    x = _normal(projections(attention)[0].shape[-1], weight.device, dtype)
+    if norm is not None and attention.one_input and not _two_widths(attention):
+        x = norm.mapped(lambda one: gathered(one.detach()).to(dtype))(x)
+    return Sample(x, positions, TOKENS)
 
 
 def _two_widths(attention: Attention) -> bool:
@@ -197,7 +255,7 @@ def _same_rope(a: Rope | None, b: Rope | None) -> bool:
 
 
 @torch.no_grad()
-def logits_of(attention: Attention, states: Tensor) -> Tensor:
+def logits_of(attention: Attention, sample: Sample) -> Tensor:
     """(1, G, R, B, n, n) of one module, whatever it is; sharded weights are made whole."""
     attention = gathered_attention(attention)
     dtype = torch.promote_types(attention.key.tensor.dtype, torch.float32)
@@ -205,7 +263,8 @@ def logits_of(attention: Attention, states: Tensor) -> Tensor:
         query, key = (one and one.mapped(lambda x: x.to(dtype)) for one in (attention.query, attention.key))
         assert key is not None
         attention = replace(attention, query=query, key=key)
+    states, positions, _ = sample
     keys = _normal(projections(attention)[1].shape[-1], states.device, dtype) if _two_widths(attention) else None
-    logits = attention.logits(states.to(dtype), keys)  # (B, G·R, n, n)
+    logits = attention.logits(states.to(dtype), keys, positions=(positions, positions))  # (B, G·R, n, n)
     by_key: Tensor = logits.unflatten(1, projections(attention)[0].shape[:2])
     return by_key.movedim(0, 2)[None]

@@ -11,28 +11,25 @@ is refused with one sentence, and the model is as it was.
 
 from __future__ import annotations
 
-import math
 import weakref
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Self
 
 from torch import nn
 from torch.optim import Optimizer
 
 from locater.control._groups import Groups
 from locater.control._parameters import HeldBy, attentions_with_weights, held_by, projections, unwrapped
+from locater.control._steps import Clock, Schedule
 from locater.errors import LocaterError
 from locater.models import Attention
 from locater.names import plain_name
 from locater.qk import QK
 
-__all__ = ["Applied", "Installed", "LocAteRForm", "Method", "Regulariser", "Schedule", "applied", "around_step"]
-
-Schedule: TypeAlias = Callable[[int], float]
+__all__ = ["Applied", "Installed", "LocAteRForm", "Method", "Regulariser", "applied"]
 
 
 class Method(ABC):
@@ -171,87 +168,6 @@ def _entries(model: nn.Module) -> list[_Entry]:
 def applied(model: nn.Module) -> list[Method]:
     """The methods at work on a model or a part of it, in the order they came."""
     return list(dict.fromkeys(entry.method for entry in _entries(model)))
-
-
-# ---------------------------------------------------------------------- an optimizer's steps
-
-
-def around_step(
-    optimizer: Optimizer,
-    undo: ExitStack,
-    *,
-    before: Callable[[], None] | None = None,
-    after: Callable[[], None] | None = None,
-    once: bool = False,
-) -> None:
-    """Runs `before` when the gradients of a step are there, and `after` when the step is done.
-
-    With a closure, `before` runs after each of its evaluations, or after the first of a step (`once`).
-    """
-
-    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert before is not None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args starts with the optimizer itself
-        if closure is None:
-            before()
-            return None
-        done = False
-
-        def evaluate() -> Any:
-            nonlocal done
-            loss = closure()
-            if not (once and done):
-                before()
-            done = True
-            return loss
-
-        rest = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (optimizer, evaluate, *args[2:]), rest
-
-    if before is not None:
-        undo.callback(optimizer.register_step_pre_hook(before_step).remove)
-    if after is not None:
-        undo.callback(optimizer.register_step_post_hook(lambda *_: after()).remove)
-
-
-class Clock:
-    """Counts steps; of several optimizers that step together, those of the one that took most."""
-
-    def __init__(self, schedule: Schedule | None = None) -> None:
-        if schedule is not None and not callable(schedule):
-            raise LocaterError(f"schedule must be a function of the number of steps taken, got {schedule!r:.80}")
-        self.schedule = schedule
-        self._from = 0
-        self._taken: Counter[int] = Counter()  # since then, by optimizer
-
-    @property
-    def step(self) -> int:
-        return self._from + max(self._taken.values(), default=0)
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._from = int(step)
-        self._taken.clear()
-
-    def factor(self) -> float:
-        """What the schedule gives now, 1 without one."""
-        if self.schedule is None:
-            return 1.0
-        value = float(self.schedule(self.step))
-        if not 0 <= value < math.inf:
-            raise LocaterError(f"the schedule gives {value:g} at step {self.step}: it must be finite and not negative")
-        return value
-
-    def join(self, optimizer: Optimizer) -> None:
-        """One more, which counts from now on."""
-        self._taken[id(optimizer)] = self.step - self._from
-
-    def tick(self, optimizer: Optimizer) -> None:
-        """After a step of the optimizer, unless GradScaler made it skip."""
-        overflow = getattr(optimizer, "found_inf", None)
-        # only a schedule has to know exactly whether the step counts, so only then is it worth waiting for the device
-        if self.schedule is None or overflow is None or not bool(overflow):
-            self._taken[id(optimizer)] += 1
 
 
 # ---------------------------------------------------------------------- what belongs to a model, and is attached

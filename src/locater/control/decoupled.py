@@ -21,8 +21,9 @@ from locater.control._bounded import Bounded, Modules, OneModule
 from locater.control._groups import Group, Groups
 from locater.control._numbers import checked_count, checked_positive
 from locater.control._parameters import HeldBy, gathered_attention, is_sharded, projections, refuse_computed
-from locater.control._sampled import SampledStates, alike, stackable
-from locater.control.apply import LocAteRForm, Regulariser, Schedule, around_step, traces
+from locater.control._sampled import Sample, SampledStates, alike, stackable
+from locater.control._steps import Schedule, around_step
+from locater.control.apply import LocAteRForm, Regulariser, traces
 from locater.control.rules.decoupled import VERSION, Decoupled
 from locater.errors import LocaterError
 from locater.models import Attention
@@ -32,7 +33,7 @@ __all__ = ["DecoupledLocAteR", "DecoupledLocAteRMethod"]
 
 _LOOKS = 3  # more, at what was left of a step, where queries and keys are normalised
 
-_Work: TypeAlias = tuple[Bounded, list[Callable[[], Tensor]]]
+_Work: TypeAlias = tuple[Bounded, list[Callable[[], Sample]]]
 
 
 @dataclass(eq=False)
@@ -48,19 +49,20 @@ class DecoupledLocAteR(Regulariser):
     """Keeps the attention of `model` from changing abruptly, and from freezing, whatever the learning rate.
 
     In every step of the optimizer, the logits of every head are computed on a sample of the states that entered its
-    module in the last training forward (the first 64 tokens of the first 2 sequences), with the weights before the step
-    and after it: q·k with biases, norms and rotary positions as the model has them, each query with the keys up to it.
+    module in the last training forward (of the first 2 sequences 64 tokens each, from the first to the last that is no
+    padding), with the weights before the step and after it: q·k with biases, norms and rotary positions as the model
+    has them, each query with the keys up to it.
 
     `change`: where a step moves a head's logits by more than this, as a standard deviation over the keys of a query, in
-    nats, the part of the update of W_Q and W_K that is beyond it is taken back.
+    nats, the part of the update of W_Q and W_K that is beyond it is taken back; to first order in the update.
     `spread`: where the standard deviation of the logits is more than this (or than √2 times what it was when training
-    began, for a checkpoint whose heads are sharper), W_Q and W_K are shrunk to it.
+    began, for a checkpoint whose heads are sharper), W_Q and W_K are shrunk to it, by `change` in a step at most.
 
     Neither counts updates or depends on the batch; under Muon they mean the same. Where query heads share a key, the
     one that moves most decides for all. Heads within both bounds are not touched, not in a bit. Where a model
     normalises queries and keys itself, logits do not follow the weights linearly: what is left of a step is looked at
-    again, three times; their spread is the norm's, and stays. Of LoRA's, the factors that are trained are kept back and
-    shrunk, a module's together.
+    again, three times; their spread is the norm's, and stays, as do its gains. Of LoRA's, the factors that are trained
+    are kept back and shrunk, a module's together.
 
     `every`: acts in each n-th step only, for an n-th of the time; what the steps between changed is taken to be as
     much, and at most one whole update in n is taken back for it. `schedule`, if given, divides both bounds: a function
@@ -68,8 +70,9 @@ class DecoupledLocAteR(Regulariser):
     the logits are averaged over `group`, torch.distributed's default group where there is one.
 
     Frozen parameters stay as they are; nothing is left at inference. The query and key weights are held twice during
-    the optimizer's step (small ones, on a GPU, all the time). Where no states were seen to enter a module, or keys are
-    made of others than queries are, independent, normal tokens take their place.
+    the optimizer's step (small ones, on a GPU, all the time). Where no states were seen to enter a module yet, or keys
+    are made of others than queries are, independent, normal tokens take their place; in the first case nothing is
+    shrunk.
     """
 
     def __init__(
@@ -151,7 +154,7 @@ class DecoupledLocAteR(Regulariser):
             plan.work = list(self._worked_on(held, still))
             plan.made_of = made_of
         for one, sources in plan.work:
-            one.begin([states() for states in sources])
+            one.begin([sample() for sample in sources])
         return [one for one, _ in plan.work]
 
     def _worked_on(self, held: HeldBy, still: Sequence[bool]) -> Iterator[_Work]:
@@ -167,23 +170,26 @@ class DecoupledLocAteR(Regulariser):
                 initial = torch.stack([self._initial_of(member) for member in members])
                 self._initial |= zip((plain_name(member.module) for member in members), initial, strict=True)
                 kind = Modules if stackable(members[0]) else OneModule
-                yield kind(members, initial, moved), [self._states.source(member) for member in members]
+                missing = self._states.is_missing(members[0])
+                sources = [self._states.source(member) for member in members]
+                yield kind(members, initial, moved, missing=missing), sources
 
     def _of_one_kind(self, group: Group, written: set[int]) -> Iterator[list[Attention]]:
-        """Members that are alike, with samples of the same shape. Modules that share their weights with one that is
-        worked on already are left out."""
-        found: list[tuple[torch.Size, list[Attention]]] = []
+        """Members that are alike, with samples of the same shape and positions. Modules that share their weights with
+        one that is worked on already are left out."""
+        found: list[tuple[Any, list[Attention]]] = []
         for member in group.members:
             plain = [one for one in projections(member) if not (one.others or one.computed)]
             where = {id(one.tensor) if is_sharded(one.tensor) else one.weight.data_ptr() for one in plain}
             if where & written:
                 continue
             written |= where
-            shape = self._states.of(member).shape
-            together = (same for known, same in found if known == shape and alike(same[0], member))
+            sample = self._states.of(member)
+            sampled = sample.states.shape, sample.tokens, self._states.is_missing(member)
+            together = (same for known, same in found if known == sampled and alike(same[0], member))
             kind = next(together, None) if stackable(member) else None
             if kind is None:
-                found.append((shape, [member]))
+                found.append((sampled, [member]))
             else:
                 kind.append(member)
         yield from (members for _, members in found)

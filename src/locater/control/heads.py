@@ -36,12 +36,13 @@ class Heads:
         w_q, w_k = self.qk.w_q * f_q[..., None, None], self.qk.w_k * f_k[..., None, None]
         return replace(self, qk=QK(w_q, w_k), biases=(biases[0], biases[1]))
 
-    def logits(self, states: Tensor) -> Tensor:
-        """Unmasked (…, H, B, n, n), for states (…, B, n, D) that enter attention."""
-        q, k = (self._compared(w, b, states) for w, b in zip((self.qk.w_q, self.qk.w_k), self.biases, strict=True))
+    def logits(self, states: Tensor, positions: Tensor) -> Tensor:
+        """Unmasked (…, H, B, n, n), for states (…, B, n, D) that enter attention at these positions (n,)."""
+        pairs = zip((self.qk.w_q, self.qk.w_k), self.biases, strict=True)
+        q, k = (self._compared(weight, bias, states, positions) for weight, bias in pairs)
         return self.logit_scale * (q @ k.mT)
 
-    def _compared(self, weight: Tensor, bias: Tensor | None, states: Tensor) -> Tensor:
+    def _compared(self, weight: Tensor, bias: Tensor | None, states: Tensor, positions: Tensor) -> Tensor:
         x = torch.einsum("...bnd,...hkd->...hbnk", states, weight)
         x = x if bias is None else x + bias[..., None, None, :]
-        return x if self.rope is None else self.rope.rotate(x, torch.arange(x.shape[-2], device=x.device))
+        return x if self.rope is None else self.rope.rotate(x, positions)

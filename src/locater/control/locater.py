@@ -24,7 +24,8 @@ from locater.control._closed_form import Coefficients, GradientGroup
 from locater.control._groups import Groups
 from locater.control._numbers import checked_number, checked_strength
 from locater.control._parameters import HeldBy, gathered_attention
-from locater.control.apply import LocAteRForm, Regulariser, Schedule, around_step, traces
+from locater.control._steps import Schedule, around_step
+from locater.control.apply import LocAteRForm, Regulariser, traces
 from locater.control.rules.locater import paper_strengths, penalty
 from locater.errors import LocaterError
 

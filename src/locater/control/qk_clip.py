@@ -24,7 +24,8 @@ from locater.control._parameters import (
     refuse_computed,
     scale_projection_,
 )
-from locater.control.apply import Installed, Method, around_step
+from locater.control._steps import around_step
+from locater.control.apply import Installed, Method
 from locater.control.rules.qk_clip import clip_factors
 from locater.errors import LocaterError
 from locater.hooks import Call, Intercepted, Interceptor, attention_sites, in_backward, intercept, visible

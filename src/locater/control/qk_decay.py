@@ -23,7 +23,8 @@ from locater.control._parameters import (
     refuse_computed,
     scale_projection_,
 )
-from locater.control.apply import Installed, Method, around_step
+from locater.control._steps import around_step
+from locater.control.apply import Installed, Method
 from locater.control.rules.decay import decay_factor
 from locater.errors import LocaterError
 from locater.models import Projection

@@ -73,19 +73,38 @@ def test_a_member_of_a_stack_trains_as_a_hugging_face_model_with_the_shipped_met
     """
     if positions == "rotary" and method != "locater-auto" and not full:
         pytest.skip("two seconds each: LOCATER_FULL=1, or make test-full")
+    start, plain = unprotected(positions)
+    found = trained_by_both(corpus, method, CONFIG.changed(positions=positions), start, steps=50)
+    name = "layers.0.qkv.weight"
+    assert (found[name] - plain[name]).norm() > 1e-3 * plain[name].norm()  # the method has acted
+
+
+@pytest.mark.parametrize("positions", ["sines", "rotary"])
+def test_so_it_does_on_sequences_that_are_longer_than_a_sample(corpus, positions):
+    config = CONFIG.changed(positions=positions, tokens=100, batch=2)
+    stack = Stack(config, [PLAIN], corpus, torch.device("cpu"))
+    start = {name: value.clone() for name, value in stack.parameters(0).items()}
+    for _ in range(10):
+        stack.advance()
+    found, plain = trained_by_both(corpus, "locater-auto", config, start, steps=10), stack.parameters(0)
+    name = "layers.0.qkv.weight"
+    assert (found[name] - plain[name]).norm() > 1e-3 * plain[name].norm()
+
+
+def trained_by_both(corpus, method, config, start, steps):
+    """The parameters that both hosts end with, after a comparison."""
     strength, shipped = SHIPPED[method]
     coupled = {"scale_strength": 1e-2, "mean_strength": 1e-1, "target": 2.0} if method == "locater" else {}
     member = replace(PLAIN, strength=strength, **coupled)
-    config = CONFIG.changed(method="none" if method == "locater" else method, positions=positions)
+    config = config.changed(method="none" if method == "locater" else method)
     stack = Stack(config, [member], corpus, torch.device("cpu"))
-    start, plain = unprotected(positions)
     twin = Twin(config.model, len(corpus.words), "eager" if method == "softcap" else "sdpa")
     twin.load(start).train()
     trained = [p for p in twin.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=member.learning_rate, weight_decay=member.decay)
     applied = shipped(strength).apply(twin, optimizer)
-    for step in range(50):
-        inputs, targets = (x[0].view(6, 8) for x in batch_at(stack, step))
+    for step in range(steps):
+        inputs, targets = (x[0].view(config.batch, config.model.tokens) for x in batch_at(stack, step))
         optimizer.zero_grad()
         twin.loss(inputs, targets).backward()
         optimizer.step()
@@ -94,9 +113,8 @@ def test_a_member_of_a_stack_trains_as_a_hugging_face_model_with_the_shipped_met
     assert found.keys() == twin.parts().keys()
     for name, value in found.items():
         there = twin.parameter(name)
-        if positions == "sines" and name.endswith("qkv.bias"):
+        if config.model.positions == "sines" and name.endswith("qkv.bias"):
             value, there = (x.unflatten(0, (3, -1))[[0, 2]] for x in (value, there))
         torch.testing.assert_close(there, value, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
-    name = "layers.0.qkv.weight"
-    assert (found[name] - plain[name]).norm() > 1e-3 * plain[name].norm()  # the method has acted
     applied.remove()
+    return found

@@ -227,7 +227,9 @@ def test_no_learning_rate_carries_the_logits_of_a_sample_beyond_the_bound(corpus
     most = 0.0
     for _ in range(20):
         stack.advance()
-        found = stack.method._heads(stack.body(stack.segments["body"].value)).logits(stack.method._states)
+        found = stack.method._heads(stack.body(stack.segments["body"].value)).logits(
+            stack.method._states, stack.method._positions
+        )
         for layer in range(2):
             spread = spreads(found[:, layer].transpose(1, 2))
             most = max(most, float(spread.max()))

@@ -5,7 +5,7 @@ Both bounds are on logits, in nats, on states that enter attention as the model 
     change    the standard deviation, over the keys of a query, by which one update moves its logits. Beyond it the rest
               of the update of W_Q and W_K is taken back.
     spread    the standard deviation of the logits themselves, the root of the effective logit variance. Beyond it W_Q
-              and W_K are shrunk.
+              and W_K are shrunk, by no more than `change` at a time.
 
 Nothing in them counts updates or sequences. The rule is a function of three second moments of a head's logits, before
 an update and after it.
@@ -22,10 +22,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["SEQUENCES", "TOKENS", "VERSION", "Decoupled", "Factors", "initial_spread", "logit_moments"]
+__all__ = [
+    "SEQUENCES",
+    "TOKENS",
+    "VERSION",
+    "Decoupled",
+    "Factors",
+    "initial_spread",
+    "logit_moments",
+    "sampled_positions",
+]
 
-VERSION = 3  # raised when the formula changes: states of another version are refused
-SEQUENCES, TOKENS = 2, 64  # a sample: the first tokens of the first sequences of a batch
+VERSION = 4  # raised when the formula changes: states of another version are refused
+SEQUENCES, TOKENS = 2, 64  # a sample: so many tokens of the first sequences of a batch
+_STRETCH = 8
 _GROWN = 2**0.5  # times its initial spread a head may have, where that is beyond the bound already
 
 
@@ -70,9 +80,10 @@ class Decoupled:
         if shared_keys:
             keep = keep.amin(-1, keepdim=True)
         spread = (before + keep * (2 * cross + keep * change)).clamp(min=0).sqrt()
-        limit = (_GROWN * initial).clamp(min=self.spread)
-        ratio = (limit / (strength_factor * spread).clamp(min=1e-30)).clamp(max=1)
-        ratio = torch.where(sound, ratio, 1.0)
+        limit, weighed = (_GROWN * initial).clamp(min=self.spread), strength_factor * spread
+        # a batch may be sharper than others are, and to shrink moves logits, too: no further than updates may
+        target = torch.maximum(limit, weighed - every * self.change)
+        ratio = torch.where(sound, (target / weighed.clamp(min=1e-30)).clamp(max=1), 1.0)
         one = torch.ones_like(ratio)
         if acts == (True, True) and not shared_keys:
             return Factors(keep, ratio.sqrt(), ratio.sqrt())
@@ -80,6 +91,16 @@ class Decoupled:
             return Factors(keep, ratio, one[..., :1] if shared_keys else one)
         ratio = ratio.amin(-1, keepdim=True) if shared_keys else ratio
         return Factors(keep, one, ratio if acts[1] else torch.ones_like(ratio))
+
+
+def sampled_positions(tokens: int, device: torch.device | None = None) -> Tensor:
+    """Which tokens of a sequence are in a sample: all of them, or eight stretches of eight, evenly from the first token
+    to the last. So it has near offsets and far ones, and queries with few keys and with many."""
+    if tokens <= TOKENS:
+        return torch.arange(tokens, device=device)
+    count = TOKENS // _STRETCH
+    starts = torch.arange(count, device=device) * (tokens - _STRETCH) // (count - 1)
+    return (starts[:, None] + torch.arange(_STRETCH, device=device)).flatten()
 
 
 def initial_spread(moments: Tensor, initial: Tensor) -> Tensor:

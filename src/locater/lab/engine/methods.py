@@ -18,7 +18,14 @@ from torch.nn import functional
 from locater.control.heads import Heads
 from locater.control.rules import sigma_reparam as sigma
 from locater.control.rules.decay import decay_factor
-from locater.control.rules.decoupled import SEQUENCES, TOKENS, VERSION, Decoupled, initial_spread, logit_moments
+from locater.control.rules.decoupled import (
+    SEQUENCES,
+    VERSION,
+    Decoupled,
+    initial_spread,
+    logit_moments,
+    sampled_positions,
+)
 from locater.control.rules.logsumexp import logsumexp
 from locater.control.rules.qk_clip import clip_factors
 from locater.control.rules.qk_norm import normalised
@@ -258,8 +265,8 @@ class AutoLocAteR(Method):
 
     def start(self, values: Parameters) -> None:
         w_q = all_heads(values, self.config, None).qk.w_q
-        tokens = min(TOKENS, self.config.tokens)
-        self._states = w_q.new_zeros(*w_q.shape[:2], SEQUENCES, tokens, w_q.shape[-1])  # (E, L, B, n, D)
+        self._positions = sampled_positions(self.config.tokens, w_q.device)  # (n,)
+        self._states = w_q.new_zeros(*w_q.shape[:2], SEQUENCES, len(self._positions), w_q.shape[-1])  # (E, L, B, n, D)
         self._initial = w_q.new_full(w_q.shape[:3], -1.0)  # the spread of every head before its first update; then ≥ 0
 
     def state(self) -> dict[str, Tensor]:
@@ -267,19 +274,18 @@ class AutoLocAteR(Method):
 
     def entering(self, layer: int, states: Tensor) -> None:
         sample = states.detach().view(len(states), -1, self.config.tokens, states.shape[-1])
-        sequences, tokens = self._states.shape[2:4]
-        self._states[:, layer].copy_(sample[:, :sequences, :tokens])
+        self._states[:, layer].copy_(sample[:, :SEQUENCES].index_select(2, self._positions))
 
     def before_update(self, values: Parameters, rate: Tensor, decay: Tensor, factor: Tensor) -> None:
         super().before_update(values, rate, decay, factor)
         heads = self._heads(values)
         self._old = [x.clone() for x in (heads.qk.w_q, heads.qk.w_k, *heads.biases) if x is not None]
-        self._logits = heads.logits(self._states)
+        self._logits = heads.logits(self._states, self._positions)
 
     def after_update(self, values: Parameters, rate: Tensor, factor: Tensor) -> bool:
         del rate
         heads = self._heads(values)
-        moments = logit_moments(self._logits, heads.logits(self._states))
+        moments = logit_moments(self._logits, heads.logits(self._states, self._positions))
         self._initial.copy_(initial_spread(moments, self._initial))
         found = Decoupled(self.strength[:, None, None]).factors(moments, self._initial, factor)
         if not moments.is_cuda and all(bool((x == 1).all()) for x in found):
