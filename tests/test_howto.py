@@ -39,7 +39,7 @@ def test_two_ranks_of_the_fsdp_page_train_as_one_process_does(tmp_path, full):
         start, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "self_attn/growth" in done.stdout
+    assert "self_attn/change" in done.stdout
 
     saved = torch.load(tmp_path / "trained.pt", weights_only=True)
     alone, fresh = one_process(), one_process(steps=0)

@@ -266,7 +266,7 @@ def test_the_default_spread_is_where_softmax_keeps_a_quarter_of_its_entropy(toke
 @pytest.mark.parametrize("acts", [(True, True), (True, False), (False, True), (False, False)])
 def test_factors_shrink_logits_to_the_bound(shared, acts):
     moments = torch.tensor([[[25.0, 0.0, 0.0], [4.0, 0.0, 0.0], [100.0, 0.0, 0.0]]])
-    keep, q, k = Decoupled(10.0, 2.5).factors(moments, torch.zeros(1, 3), acts=acts, shared_keys=shared)
+    keep, q, k = Decoupled(0.1, 2.5).factors(moments, torch.zeros(1, 3), acts=acts, shared_keys=shared)
     assert (keep == 1).all()
     spread = moments[..., 0].sqrt() * q * k
     if any(acts):
@@ -281,10 +281,12 @@ def test_factors_shrink_logits_to_the_bound(shared, acts):
 
 
 @pytest.mark.parametrize("every", [1, 5])
-def test_logits_are_shrunk_by_no_more_than_updates_may_change_them(every):
-    moments = torch.tensor([[[25.0, 0.0, 0.0], [2.55**2, 0.0, 0.0]]])
-    _, q, k = Decoupled(0.1, 2.5).factors(moments, torch.zeros(1, 2), every=every)
-    torch.testing.assert_close(moments[..., 0].sqrt() * q * k, torch.tensor([[5 - every * 0.1, 2.5]]))
+def test_heads_that_started_sharp_are_shrunk_by_no_more_than_updates_may_change_them(every):
+    """How sharp they were is known of one batch alone."""
+    moments = torch.tensor([[[25.0, 0.0, 0.0], [3.05**2, 0.0, 0.0], [25.0, 0.0, 0.0]]])
+    initial = torch.tensor([[3 / 2**0.5, 3 / 2**0.5, 1.0]])
+    _, q, k = Decoupled(0.1, 2.5).factors(moments, initial, every=every)
+    torch.testing.assert_close(moments[..., 0].sqrt() * q * k, torch.tensor([[5 - every * 0.1, 3.0, 2.5]]))
 
 
 @pytest.mark.parametrize(("every", "kept"), [(1, 0.9), (5, 0.5), (10, 0.0), (1000, 0.0)])

@@ -55,8 +55,9 @@ class DecoupledLocAteR(Regulariser):
 
     `change`: where a step moves a head's logits by more than this, as a standard deviation over the keys of a query, in
     nats, the part of the update of W_Q and W_K that is beyond it is taken back; to first order in the update.
-    `spread`: where the standard deviation of the logits is more than this (or than √2 times what it was when training
-    began, for a checkpoint whose heads are sharper), W_Q and W_K are shrunk to it, by `change` in a step at most.
+    `spread`: where the standard deviation of the logits is more than this, W_Q and W_K are shrunk to it. A
+    checkpoint's head that is sharper when training begins may have √2 times that, and is shrunk by `change` in a step
+    at most.
 
     Neither counts updates or depends on the batch; under Muon they mean the same. Where query heads share a key, the
     one that moves most decides for all. Heads within both bounds are not touched, not in a bit. Where a model

@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from locater import QK, LocaterError
 from locater.lab import Config, Intervention, Member, ModelConfig, Stack, train
 from locater.lab.data import PAD
+from locater.lab.engine import loss
 from locater.lab.engine.interventions import Interventions, random_directions, with_trace
 from locater.lab.intervention import check_interventions, largest_entropy
+from replaying import Graph, recording
 
 MODEL = ModelConfig(width=16, ffn=16, layers=2, heads=2, tokens=8)
 CONFIG = Config(model=MODEL, batch=6, steps=40, probe_blocks=8, valid_blocks=8)
@@ -323,6 +325,18 @@ def test_interventions_wait_for_no_result(corpus):
             method.at_inference().compare({}, layer, q, k)
             method.pull(layer, of_q, of_k, stack._clock)
         assert method.after_update(values, torch.ones(len(ALL)), torch.ones(()))
+
+
+@pytest.mark.bitwise  # dispatch modes both
+def test_the_forward_of_an_update_can_be_replayed(corpus, monkeypatch):
+    """As a CUDA graph does it, on the tensors of the one that was recorded. The optimizer of a CPU asks for numbers."""
+    monkeypatch.setattr(loss._Chunks, "_may_exceed_cap", lambda _: True)  # and so would this
+    replayed, computed = advanced(stack_of(ALL, corpus), 2), advanced(stack_of(ALL, corpus), 7)
+    with recording(graph := Graph()):
+        replayed.forward_backward()
+    monkeypatch.setattr(replayed, "forward_backward", graph.replay)
+    for name, value in advanced(replayed, 5).state().items():
+        assert torch.equal(value, computed.state()[name]), name
 
 
 @pytest.mark.gpu

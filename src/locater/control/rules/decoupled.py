@@ -5,7 +5,7 @@ Both bounds are on logits, in nats, on states that enter attention as the model 
     change    the standard deviation, over the keys of a query, by which one update moves its logits. Beyond it the rest
               of the update of W_Q and W_K is taken back.
     spread    the standard deviation of the logits themselves, the root of the effective logit variance. Beyond it W_Q
-              and W_K are shrunk, by no more than `change` at a time.
+              and W_K are shrunk.
 
 Nothing in them counts updates or sequences. The rule is a function of three second moments of a head's logits, before
 an update and after it.
@@ -80,10 +80,10 @@ class Decoupled:
         if shared_keys:
             keep = keep.amin(-1, keepdim=True)
         spread = (before + keep * (2 * cross + keep * change)).clamp(min=0).sqrt()
-        limit, weighed = (_GROWN * initial).clamp(min=self.spread), strength_factor * spread
-        # a batch may be sharper than others are, and to shrink moves logits, too: no further than updates may
-        target = torch.maximum(limit, weighed - every * self.change)
-        ratio = torch.where(sound, (target / weighed.clamp(min=1e-30)).clamp(max=1), 1.0)
+        own, weighed = _GROWN * initial, strength_factor * spread
+        # a head's own limit is known of one batch, and others may be sharper: no faster than updates may move logits
+        limit = torch.where(own > self.spread, torch.maximum(own, weighed - every * self.change), self.spread)
+        ratio = torch.where(sound, (limit / weighed.clamp(min=1e-30)).clamp(max=1), 1.0)
         one = torch.ones_like(ratio)
         if acts == (True, True) and not shared_keys:
             return Factors(keep, ratio.sqrt(), ratio.sqrt())
