@@ -71,8 +71,8 @@ def plan(known: list[tuple[Run, dict]]) -> Iterator[Run]:
         for rate in rates:
             for seed in SEEDS:
                 yield from (Run(method, optimizer, rate, seed) for method in ("QK-norm", "keys alone"))
-    for method in ("keys alone, LocAteR", "QK-clip"):
-        yield from (Run(method, "AdamW", rate, seed) for seed in SEEDS if (rate := best["AdamW"]) is not None)
+    for method, optimizer in (("keys alone, LocAteR", "AdamW"), ("QK-clip", "AdamW"), ("QK-clip", "Muon")):
+        yield from (Run(method, optimizer, rate, seed) for seed in SEEDS if (rate := best[optimizer]) is not None)
     for method in ("none", "LocAteR", "QK-norm"):
         yield Run(method, "AdamW", 1e-3, 0, LONG)
         yield Run(method, "AdamW", 1e-3, 0, unit="words")

@@ -172,7 +172,7 @@ def test_an_update_that_moves_late_tokens_alone_is_bounded():
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "distilbert"])
 def test_padding_is_not_sampled(family, side):
     model = build(family)
     for module in model.modules():

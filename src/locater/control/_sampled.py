@@ -176,7 +176,8 @@ def _real(args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: Sequence[int]
     if isinstance(padding, Tensor) and padding.ndim == 2:
         padding = padding[:sequences]
         return ~padding if padding.dtype == torch.bool else padding == 0
-    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    named = [kwargs[name] for name in ("attention_mask", "mask") if name in kwargs]
+    mask = (*named, *args[1:2], None)[0]
     if not isinstance(mask, Tensor) or mask.shape[-1] != tokens:
         return None
     if mask.ndim == 4 and mask.shape[2] in (1, tokens):
