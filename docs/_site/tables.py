@@ -1,7 +1,7 @@
 """The tables of docs/ that are made of results/ by training with locater's methods: python docs/_site/tables.py
 
-The arenas in docs/arena.md and fine-tuning in docs/locater.md; tests compare the pages with these tables. A number of a
-method whose formula has changed since is marked †.
+The arenas in docs/arena.md, fine-tuning in docs/locater.md and interventions in docs/cause.md; tests compare the pages
+with these tables. A number of a method whose formula has changed since is marked †.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import arena_llama  # noqa: E402
 import finetune_smollm2  # noqa: E402
 from locater.lab.arena import CONTENDERS, outdated, read_arena, summary  # noqa: E402
+from locater.lab.claims import effects  # noqa: E402
 
 STACKED = {
     "pre": ("× none", "loss", "area", "trains to", "largest logit"), "long": ("loss", "largest logit"),
@@ -56,10 +57,22 @@ def stacked() -> list[str]:
     return lines
 
 
+def cause() -> list[str]:
+    """A row a comparison: the sweep as it was planned, and its repetition with other seeds."""
+    first, again = (effects(RESULTS / f"cause-laptop{more}").effects for more in ("", "-seeds-5-14"))
+    head = ["comparison", "condition", "against", "seeds 0 to 4", "verdict", "seeds 5 to 14", "verdict"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for one, other in zip(first, again, strict=True):
+        seen = one.measured, one.verdict, other.measured, other.verdict
+        lines.append("| " + " | ".join([one.name, f"`{one.condition}`", f"`{one.reference}`", *seen]) + " |")
+    return lines
+
+
 def pages() -> dict[str, list[list[str]]]:
     """Of each page its tables."""
     tuned = [finetune_smollm2.table(RESULTS / name) for name in ("finetune-smollm2", "finetune-smollm2-lora")]
-    return {"arena.md": [stacked(), arena_llama.table(RESULTS / "arena-llama")], "locater.md": tuned}
+    arenas = [stacked(), arena_llama.table(RESULTS / "arena-llama")]
+    return {"arena.md": arenas, "locater.md": tuned, "cause.md": [cause()]}
 
 
 def main() -> None:

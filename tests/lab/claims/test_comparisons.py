@@ -196,20 +196,23 @@ def test_the_table_of_docs_cause_is_that_of_the_results():
     folder, page = ROOT / "results" / "cause-laptop", (ROOT / "docs" / "cause.md").read_text()
     whole = effects_markdown(folder)
     assert (folder / "claims.md").read_text() == whole, "locater claims results/cause-laptop --markdown …/claims.md"
-    assert whole.split("\n\n")[0] in page
     ends = {each.condition: each for each in effects(folder).conditions}
     for name in ("none", "locater"):  # and what the text says
         assert f"{ends[name].entropy:.2f}" in page
         assert f"{ends[name].scale:.1f}" in page
     seen = [each for each in effects(folder).effects if each.verdict in ("lower", "higher")]
     assert len(seen) == 4
+    both = {each.name: each for each in effects([folder, folder.parent / "cause-laptop-seeds-5-14"]).effects}
+    for name in ("LocAteR's gain", "what its entropy adds to LocAteR", "what LocAteR adds to its entropy"):
+        assert both[name].measured.lstrip("−") in page
 
 
-def test_what_was_compared_on_the_laptop_is_what_its_preset_plans():
-    run = json.loads((ROOT / "results" / "cause-laptop" / "sweep.json").read_text())
+@pytest.mark.parametrize(("more", "seeds"), [("", range(5)), ("-seeds-5-14", range(5, 15))])
+def test_what_was_compared_on_the_laptop_is_what_its_preset_plans(more, seeds):
+    run = json.loads((ROOT / "results" / f"cause-laptop{more}" / "sweep.json").read_text())
     preset = PRESETS["cause-laptop"]
     assert run["comparisons"] == preset.design.to_json()
     assert Config.from_json(run["config"]) == preset.config
     members = [Member.from_json(member) for group in run["groups"] for member in group["members"]]
-    expected = preset.design.members(preset.config, preset.seeds, learning_rate=preset.learning_rate, decay=0.01)
+    expected = preset.design.members(preset.config, seeds, learning_rate=preset.learning_rate, decay=0.01)
     assert members == expected
