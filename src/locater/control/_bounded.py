@@ -44,6 +44,7 @@ class Bounded(ABC):
         self.names = [plain_name(member.module) for member in members]
         self.initial = initial  # the spread of every head before the first step (S, G, R); −1 where there was none yet
         self._missing = missing
+        self._settled = missing  # whether all initial spreads are known
         parts = [[projections(member)[index] for member in members] for index in (0, 1)]
         self._parts = parts  # W_Q of every module, and W_K
         self._stored = without_repeats([one for index in (0, 1) for one in stored_of(parts[index], index, moved)])
@@ -73,25 +74,31 @@ class Bounded(ABC):
     def _factors(
         self, rule: Decoupled, moments: Tensor, factor: Tensor | float, overflow: Tensor | float, every: int
     ) -> Factors:
-        """Sets the initial spreads that are not known."""
-        if self._missing:
-            initial = torch.full_like(self.initial, math.inf)
-        else:
-            initial = self.initial.copy_(initial_spread(moments, self.initial))
+        initial = torch.full_like(self.initial, math.inf) if self._missing else self.initial
         shared = moments.shape[-2] > 1
         found = rule.factors(moments, initial, factor, every=every, shared_keys=shared, acts=self._acts)
         if isinstance(overflow, Tensor):
             found = Factors(*(torch.where(overflow.to(x.device) > 0, 1.0, x) for x in found))
         return found
 
+    def _begin_from(self, moments: Tensor) -> None:
+        """Sets the initial spreads that are not known."""
+        if not self._missing:
+            self.initial.copy_(initial_spread(moments, self.initial))
+
     def _mix(self, old: Sequence[Copy], found: Factors) -> None:
         for one, copy in zip(self._stored, old, strict=True):
             one.mix_(copy, found.keep, (found.query, found.key)[one.index])
 
-
-def _nothing_to_write(found: Factors) -> bool:
-    """On a GPU it is not asked for."""
-    return not found.keep.is_cuda and not any(bool((x != 1).any()) for x in found)
+    def _write_now(
+        self, old: Sequence[Copy], moments: Tensor, rule: Decoupled, factor: float, overflow: Tensor | None, every: int
+    ) -> None:
+        """On a CPU, where it can be asked whether anything is to be written; a GPU would have to be waited for."""
+        if moments.is_cuda or not self._settled:
+            self._begin_from(moments)
+            self._settled = not moments.is_cuda and not bool((self.initial < 0).any())
+        if moments.is_cuda or not rule.holds(moments, factor):
+            self._mix(old, self._factors(rule, moments, factor, 0.0 if overflow is None else overflow, every))
 
 
 # ---------------------------------------------------------------------- together
@@ -153,13 +160,12 @@ class Modules(Bounded):
             self._give(factor, overflow)
 
             def write() -> None:
+                self._begin_from(self._moments)
                 self._mix(self._old, self._factors(rule, self._moments, self._given[0], self._given[1], every))
 
             self._run((rule, every), write)
         else:
-            found = self._factors(rule, self._moments, factor, 0.0 if overflow is None else overflow, every)
-            if not _nothing_to_write(found):
-                self._mix(self._old, found)
+            self._write_now(self._old, self._moments, rule, factor, overflow, every)
 
     def end(self) -> None:
         if not self._recorded:  # else graphs write to them in the next step
@@ -256,9 +262,7 @@ class OneModule(Bounded):
         return self._moments
 
     def write(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
-        found = self._factors(rule, self._moments, factor, 0.0 if overflow is None else overflow, every)
-        if not _nothing_to_write(found):
-            self._mix(self._old, found)
+        self._write_now(self._old, self._moments, rule, factor, overflow, every)
 
     def end(self) -> None:
         self._old = []

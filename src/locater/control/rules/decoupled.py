@@ -55,6 +55,12 @@ class Decoupled:
     change: float | Tensor = 0.1
     spread: float = 4.9
 
+    def holds(self, moments: Tensor, strength_factor: float = 1.0) -> bool:
+        """Whether no head is beyond a bound, so that all factors are 1; a number that is asked for."""
+        before, cross, change = (strength_factor**2 * moments).unbind(-1)
+        spread = before + 2 * cross + change
+        return bool(((change <= self.change**2) & (spread <= self.spread**2)).all())
+
     def factors(
         self,
         moments: Tensor,
