@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from locater.figures import style
-from locater.theory import RandomAttention, RandomLinear, RandomTransformer, depth_law
+from locater.theory import RandomAttention, RandomLinear, RandomMLP, RandomTransformer, depth_law, long_limit
 
 NAMES = {"gpt2": "GPT-2", "llama": "Llama", "bert": "BERT", "vit": "ViT"}
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
@@ -37,7 +37,8 @@ def draw(rows: list[dict[str, Any]], file: Path, layers: int) -> None:
                 above.set_ylabel("entropy / ln(keys)")
                 below.set_ylabel("mean cosine of tokens")
         below.legend(loc="upper right", fontsize=7)
-        _limit(figure.add_subplot(grid[:, 5]))
+        _entropy_limit(figure.add_subplot(grid[0, 5]))
+        _cosine_limit(figure.add_subplot(grid[1, 5]))
         figure.savefig(file, dpi=160)
 
 
@@ -46,7 +47,7 @@ def _layers(ax: Axes, predicted: np.ndarray, measured: np.ndarray, colour: str, 
     ax.plot(measured, "o", color=colour, markersize=2.2)
 
 
-def _limit(ax: Axes) -> None:
+def _entropy_limit(ax: Axes) -> None:
     """Entropy over ln T against the logits' variance over 2 ln T."""
     share = np.linspace(0, 2.5, 26)
     for colour, tokens in zip(COLOURS, LENGTHS, strict=True):
@@ -55,6 +56,27 @@ def _limit(ax: Axes) -> None:
         model = RandomTransformer(1, attention, norm="none")
         law = depth_law(model, np.eye(tokens), gain=np.sqrt(2 * np.log(tokens) * share), draws=max(1, 1024 // tokens))
         ax.plot(share, law.entropy_share[:, 0], color=colour, label=f"T = {tokens:,}")
-    ax.plot([0, 1, 2.5], [1, 0, 0], color="black", linestyle="--", label="T → ∞: Random Energy Model")
+    ax.plot([0, 1, 2.5], [1, 0, 0], color="black", linestyle="--", label="T → ∞")
     ax.set(xlabel="variance of the logits / 2 ln T", ylabel="entropy / ln T", title="Different tokens, one layer")
-    ax.legend()
+    ax.legend(fontsize=7)
+
+
+def _cosine_limit(ax: Axes) -> None:
+    """Giorlandino and Goldt's encoder (one head, ReLU, Post-LN, weights of variance 0.2/D), by layer."""
+    layers, start, width = 30, 0.2, 720
+    small, one = RandomLinear(width, (0.2 / width) ** 0.5, 0.02), RandomLinear(width, width**-0.5)
+    for colour, (beta, at) in zip(COLOURS, {0.5: (7, 0.72), 3.0: (14, 0.69), 6.0: (24, 0.42)}.items(), strict=False):
+        share = beta**2 / 2
+        for tokens, line in ((64, ":"), (512, "-")):
+            looks = RandomLinear(width, (2 * share * np.log(tokens)) ** 0.25 / width**0.5)
+            attention = RandomAttention(1, 1, width, looks, looks, small, one, width**-0.5, causal=False)
+            model = RandomTransformer(layers, attention, RandomMLP(small, small, "relu"), norm="post")
+            law = depth_law(model, (1 - start) * np.eye(tokens) + start, draws=max(1, 512 // tokens))
+            ax.plot(law.cosine, line, color=colour)
+        ax.plot(long_limit(model, start, share).cosine, "--", color="black", linewidth=0.9)
+        ax.text(*at, f"β = {beta:g}", fontsize=7, ha="center", color=colour)
+    for tokens, line in (("T = 64", ":"), ("T = 512", "-")):
+        ax.plot([], line, color="grey", label=tokens)
+    ax.plot([], "--", color="black", linewidth=0.9, label="T → ∞")
+    ax.set(xlabel="layer", ylabel="mean cosine", title="An encoder, b = β² ln T", ylim=(0, 1.04))
+    ax.legend(fontsize=7, loc="lower right")

@@ -105,8 +105,8 @@ def cosine(x: torch.Tensor) -> float:
 
 
 def predicted(made: Initial, gain: float, tokens: int, draws: int = 48) -> DepthLaw:
-    count = made.most_tokens if made.family == "vit" and made.most_tokens else tokens
-    return depth_law(made.transformer, made.gram(count), gain=gain, draws=draws)
+    count = made.most_tokens if made.pixels and made.most_tokens else tokens
+    return depth_law(made.transformer, made.grams(count, count=draws), gain=gain, draws=draws)
 
 
 def compare(kind: str, width: int, layers: int, tokens: int, gain: float, networks: int) -> dict[str, Any]:

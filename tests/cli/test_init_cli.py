@@ -8,6 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 
+from locater import LocaterError, theory
 from locater.cli import main
 from locater.models.initial import initial
 from locater.theory import depth_law, trainability
@@ -72,6 +73,39 @@ def test_norms_of_queries_and_keys_are_what_is_to_be_changed_where_there_are_som
     assert "the gains of the query and key norms each times" in " ".join(done.stdout.split())
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 1},
+        {"model_type": "gpt2", "n_embd": 64, "n_head": 1},
+        {"model_type": "bert", "hidden_size": 64, "num_attention_heads": 4, "initializer_range": 1e3},
+        {"model_type": "bert", "hidden_size": 64, "num_attention_heads": 4, "initializer_range": 9e5},
+    ],
+)
+def test_what_is_no_number_is_null(here, tmp_path, config):
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "n_layer": 2}
+    (tmp_path / "config.json").write_text(json.dumps(small | config))
+    answer = json.loads(here("config.json", "--tokens", "8", "--json", "-").stdout)
+    assert None not in answer["entropy"] + answer["entropy_error"]
+    assert (answer["mends"]["gain"] is None) == (config["model_type"] == "bert")  # of which no gain mends anything
+
+
+@pytest.mark.parametrize(("layers", "tokens"), [(128, 128), (129, 64), (1000, 32)])
+def test_deep_models_are_looked_at_with_fewer_tokens(here, tmp_path, monkeypatch, layers, tokens):
+    def called(_, gram, **__):
+        raise LocaterError(f"a Gram matrix of {gram.shape[-1]} tokens")
+
+    monkeypatch.setattr(theory, "trainability", called)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"num_hidden_layers": layers}))
+    assert f"a Gram matrix of {tokens} tokens" in here("config.json").stderr
+
+
+def test_a_branch_with_a_norm_behind_it_is_made_smaller_by_that(here, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"model_type": "olmo2", "num_hidden_layers": 2}))
+    said = " ".join(here("config.json", "--branch", "30", "--similarity", "0.8", "--tokens", "16").stdout.split())
+    assert "The gains of the norms behind attention and MLP times" in said
+
+
 def test_the_diagram_is_drawn_and_written(here, tmp_path):
     for name in ("diagram.png", "diagram.svg"):
         done = here("config.json", "--tokens", "16", "--plot", name, "--json", "out.json")
@@ -94,7 +128,8 @@ def test_the_diagram_is_drawn_and_written(here, tmp_path):
         ({"num_hidden_layers": 0}, (), "num_hidden_layers must be a whole number from 1 to 1,000, got 0"),
         ({"num_hidden_layers": 10**4}, (), "num_hidden_layers must be a whole number from 1 to 1,000, got 10000"),
         ({}, ("--tokens", "1"), "tokens must be at least 2, got 1"),
-        ({}, ("--tokens", "5000"), "--tokens must be at most 1,024, got 5,000"),
+        ({}, ("--tokens", "5000"), "--tokens must be at most 1,024 for this model, got 5,000: that would take minutes"),
+        ({"num_hidden_layers": 500}, ("--tokens", "512"), "--tokens must be at most "),
         ({}, ("--gain", "-1"), "gain must be a positive number of at most 1e9, got -1"),
         ({}, ("--branch", "nan"), "branch must be a positive number of at most 1e9, got nan"),
         ({}, ("--similarity", "1"), "similarity must be a cosine from 0 to below 1, got 1"),

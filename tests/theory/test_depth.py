@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy.stats import multivariate_normal
@@ -228,6 +230,90 @@ def test_a_grid_has_what_its_points_have_alone():
     np.testing.assert_allclose(grid.cosine[1, 1], one.cosine, rtol=1e-9)
 
 
+def test_a_part_of_the_heads_that_share_keys_has_the_mean_of_all():
+    """8 of 32 over one head of keys, and 2 of each of 4 groups; 5 standard errors of both."""
+    for keys in (1, 4):
+        model, gram = transformer(2, heads=32, key_heads=keys, std=0.6), token_gram(np.eye(8), 1.0)
+        all_of_them, part = (depth_law(model, gram, heads=h, draws=100, seed=h) for h in (32, 8))
+        apart = np.abs(all_of_them.entropy - part.entropy) / np.hypot(all_of_them.entropy_error, part.entropy_error)
+        assert (apart < 5).all()
+        assert all_of_them.cosine[1] == pytest.approx(part.cosine[1], abs=0.02)
+        assert all_of_them.size[1] == pytest.approx(part.size[1], rel=0.02)
+
+
+def test_the_error_is_how_far_laws_of_other_seeds_are_from_each_other():
+    """In deep layers, too, where earlier layers' heads have made the tokens what they are."""
+    mlp = RandomMLP(RandomLinear(16, 0.2), RandomLinear(32, 0.2), "gelu")
+    model, gram = transformer(12, heads=2, std=0.6, norm="post", mlp=mlp), token_gram(np.eye(12), 1.0)
+    laws = [depth_law(model, gram, draws=8, seed=seed) for seed in range(40)]
+    spread = np.std([law.entropy for law in laws], 0)
+    said = np.sqrt(np.mean([law.entropy_error**2 for law in laws], 0))
+    # a standard deviation of 40 is good to 11%, the other's of 8 × 40 normals to 4%
+    np.testing.assert_allclose(said, spread, rtol=0.5)
+    assert np.isnan(depth_law(model, gram).entropy_error).all()
+
+
+def test_wide_heads_are_those_of_fewer_coordinates(monkeypatch):
+    """A head of 1,024 rotated coordinates is drawn with 512 of them, and with all."""
+    rates = tuple(10_000.0 ** (-np.arange(512) / 512))
+    model = transformer(1, heads=8, width=1024, std=0.7, rotary=rates)
+    gram = token_gram(0.5 + 0.5 * np.eye(8), 1.0)
+    few = depth_law(model, gram, draws=20)
+    monkeypatch.setattr("locater.theory.depth.WIDEST", 1024)
+    apart = np.abs(few.entropy - (all_of_them := depth_law(model, gram, draws=20, seed=1)).entropy)
+    assert (apart < 5 * np.hypot(few.entropy_error, all_of_them.entropy_error) + 0.01).all()
+
+
+@pytest.mark.parametrize("norm", ["output", "sandwich"])
+def test_behind_a_norm_on_its_output_a_branch_adds_the_same_whatever_its_weights(norm):
+    gram = token_gram(np.eye(6), 0.5)
+    made = [transformer(2, norm=norm, output=RandomLinear(256, std)) for std in (0.05, 5.0)]
+    small, large = (depth_law(model, gram, branch=2.0) for model in made)
+    np.testing.assert_allclose(small.gram, large.gram)
+    np.testing.assert_allclose(small.size, [0.25, 4.25, 8.25])
+    itself = depth_law(replace(made[0], branch=2.0), gram)
+    np.testing.assert_allclose(itself.gram, small.gram)
+    # queries and keys read what is normed, or the stream itself
+    same = depth_law(transformer(1, norm="pre" if norm == "sandwich" else "none"), gram)
+    np.testing.assert_allclose(small.entropy[0], same.entropy[0])
+
+
+def test_a_soft_cap_bounds_the_logits():
+    gram = np.eye(16)
+    free, wide, tight = (
+        depth_law(transformer(std=2.0, softcap=cap, causal=False), gram) for cap in (None, 1e4, 0.5)
+    )  # fmt: skip
+    np.testing.assert_allclose(wide.entropy, free.entropy, rtol=1e-3)
+    assert free.entropy_share[0] < 0.5
+    assert tight.entropy[0] > np.log(16) - 0.5  # its logits differ by at most 1, and entropy by less than half of that
+
+
+def test_a_norm_over_all_heads_takes_the_size_off_queries_and_keys():
+    gram = token_gram(np.eye(6), 1.0)
+    linears = (RandomLinear(16, std) for std in (0.1, 3.0))
+    small, large = (
+        depth_law(transformer(query=one, key=one, qk_norm_eps=0.0, qk_norm_all=True), gram) for one in linears
+    )
+    np.testing.assert_allclose(small.entropy, large.entropy)
+
+
+def test_each_draw_takes_the_next_gram_matrix():
+    grams = np.stack([np.eye(4), 3 * np.eye(4)])
+    law = depth_law(transformer(), grams, draws=2)
+    assert law.size[0] == pytest.approx(2)
+    assert depth_law(transformer(), grams).size[0] == pytest.approx(1)
+    assert trainability(transformer(), grams, draws=4).law.size[0] == pytest.approx(2)
+
+
+def test_layers_may_have_rotary_embeddings_of_their_own():
+    """Of tokens that are all the same only positions tell keys apart."""
+    rates, gram = (0.5,) * 32, np.full((6, 6), 1.0) + 1e-6 * np.eye(6)
+    model = replace(transformer(3, std=0.5), rotary=((), rates, ()))
+    share = depth_law(model, gram, gain=5.0).entropy_share
+    assert share[0] > 0.999
+    assert share[1] < 0.9
+
+
 def test_products_of_small_matrices_take_one_thread_and_give_the_others_back():
     if _switches() is None:
         pytest.skip("numpy has no OpenBLAS of its own here")
@@ -283,6 +369,9 @@ def test_finite_lengths_approach_the_random_energy_model():
         (lambda: transformer(10_000), "layers must be at most 1,000, got 10,000"),
         (lambda: transformer(key_heads=3), "key_heads must divide the 4 heads, got 3"),
         (lambda: transformer(norm="middle"), "norm must be one of pre, post, none"),
+        (lambda: transformer(rotary=(np.nan,)), "rotary must be finite, got nan"),
+        (lambda: transformer(rotary=(1.0,) * 40), "rotary turns 40 pairs of coordinates, and a head has 64"),
+        (lambda: replace(transformer(3), rotary=((), ())), "rotary must be of 3 layers, got 2"),
         (lambda: depth_law(transformer(), [[1.0, 2.0], [2.0, 1.0]]), "gram must be positive semidefinite"),
         (lambda: depth_law(transformer(), [[1.0]]), "at least 2"),
         (lambda: depth_law(transformer(), np.diag([1.0, 0.0])), "a token is zero"),

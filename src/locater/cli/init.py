@@ -13,6 +13,7 @@ from rich.box import SIMPLE_HEAD
 from locater.cli import _terminal as terminal
 from locater.cli._terminal import JsonOption, RevisionOption, SeedOption
 from locater.errors import LocaterError
+from locater.io import nulled
 
 if TYPE_CHECKING:
     from locater.models.initial import Initial
@@ -22,6 +23,8 @@ __all__ = ["init_command"]
 
 _SHOWN = 16  # rows of the table
 _TOKENS, _MOST_TOKENS = 128, 1024
+_DEEP = 128  # layers that so many tokens take seconds of; of more, fewer tokens
+_MOST_SECONDS = 60
 _MAP_TOKENS = 64  # of the diagram, at most
 _MAP_HEADS = 64  # of all layers of the diagram
 _MAP_GAINS, _MAP_BRANCHES = np.geomspace(0.1, 100, 11), np.geomspace(0.1, 3.2, 6)
@@ -31,7 +34,8 @@ def init_command(
     config: Annotated[str, typer.Argument(help="A config.json, a folder that has one, or a hub id.")],
     revision: RevisionOption = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Of a sequence; 128 if not given, or as many as there are positions.")
+        int | None,
+        typer.Option(help="Of a sequence; 128 if not given, fewer beyond 128 layers or if there are fewer positions."),
     ] = None,
     similarity: Annotated[float, typer.Option(help="Cosine of the tokens' embeddings: 0 if all are different.")] = 0.0,
     gain: Annotated[
@@ -56,22 +60,21 @@ def init_command(
     terminal.check_file(plot)
     if plot is not None and plot.suffix.lower() not in (".png", ".svg"):
         raise LocaterError(f"--plot takes a .png or an .svg file, got {plot.name}")
-    if tokens is not None and tokens > _MOST_TOKENS:
-        raise LocaterError(f"--tokens must be at most {_MOST_TOKENS:,}, got {tokens:,}: that would take minutes")
     made = open_initial(config, revision).scaled(gain, branch)
-    tokens = min(_TOKENS, made.most_tokens or _TOKENS) if tokens is None else tokens
-    found = trainability(made.transformer, made.gram(tokens, similarity), seed=seed)
+    usual = _usual_tokens(made.transformer.layers)
+    tokens = min(usual, made.most_tokens or usual) if tokens is None else _checked(tokens, made)
+    found = trainability(made.transformer, made.grams(tokens, similarity, seed=seed), seed=seed)
     content = _json(config, made, found, tokens) | {"gain": gain, "branch": branch, "similarity": similarity}
     if plot is not None:
-        few = min(tokens, _MAP_TOKENS)
+        few = min(tokens, _MAP_TOKENS * usual // _TOKENS)
         heads = max(1, min(4, _MAP_HEADS // made.transformer.layers))
-        gram = made.gram(few, similarity)
+        gram = made.grams(few, similarity, seed=seed)
         over = trainability_map(made.transformer, gram, _MAP_GAINS, _MAP_BRANCHES, heads=heads, seed=seed)
         draw_initial(over, f"{Path(config).name}: {made.family} at initialisation, {few} tokens", plot)
         names = ("gain", "branch", "entropy_share", "cosine", "freezing_gain")
         content["diagram"] = {"tokens": few} | {name: getattr(over, name) for name in names}
     if json_file is not None:
-        terminal.write_json(json_file, content)
+        terminal.write_json(json_file, nulled(content))
     if json_file == "-":
         return
     console = terminal.out()
@@ -79,6 +82,23 @@ def init_command(
     console.print(terminal.table(_rows(found), "", box=SIMPLE_HEAD))
     if plot is not None:
         print(plot)
+
+
+def _usual_tokens(layers: int) -> int:
+    return _TOKENS if layers <= _DEEP else _TOKENS // 2 if layers <= 3 * _DEEP else _TOKENS // 4
+
+
+def _checked(tokens: int, made: Initial) -> int:
+    """What takes over a minute is refused."""
+    from locater.theory.trainability import seconds
+
+    def quick(count: int) -> bool:
+        return count <= _TOKENS or seconds(made.transformer, count) <= _MOST_SECONDS
+
+    if tokens <= _MOST_TOKENS and quick(tokens):
+        return tokens
+    limit = next(count for count in range(_MOST_TOKENS, 0, -32) if quick(count))
+    raise LocaterError(f"--tokens must be at most {limit:,} for this model, got {tokens:,}: that would take minutes")
 
 
 def _title(made: Initial, tokens: int) -> str:
@@ -109,8 +129,10 @@ def _remedies(found: Trainability, made: Initial) -> list[str]:
     if branch is not None and math.isnan(branch):
         said.append("No residual scale keeps tokens different.")
     elif branch is not None:
-        said.append(f"W_O and the MLP's last matrix times {branch:.3g} keep tokens different.")
-    if found.depth and made.family != "gpt2":  # whose weights are smaller in deeper models
+        behind = made.transformer.norm in ("sandwich", "output")
+        last = "The gains of the norms behind attention and MLP" if behind else "W_O and the MLP's last matrix"
+        said.append(f"{last} times {branch:.3g} keep tokens different.")
+    if found.depth and not made.smaller_by_depth:
         said.append(
             f"{found.depth} of these layers do so, too." if found.depth > 1 else "One of these layers does so, too."
         )

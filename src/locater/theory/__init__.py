@@ -29,6 +29,7 @@ from locater.theory.lemmas import Lemma3, Lemma4, equation_22, lemma_3, lemma_4
 from locater.theory.price import AttentionGradient, attention_gradient
 from locater.theory.process import TokenProcess
 from locater.theory.quadratic import QuadraticForm
+from locater.theory.random_energy import LongLimit, long_limit
 from locater.theory.regime import REGIMES, regime, regime_map, regime_map_at, spectrum_at
 from locater.theory.rho import Moments, focus_limit, moments, normal_spectrum, rho, rho_curve, rho_curve_slope
 from locater.theory.simulate import Simulation, simulate
@@ -61,6 +62,7 @@ __all__ = [
     "LayerLaw",
     "Lemma3",
     "Lemma4",
+    "LongLimit",
     "Moments",
     "OneLayer",
     "PiecewiseSoftmax",
@@ -93,6 +95,7 @@ __all__ = [
     "lemma_3",
     "lemma_4",
     "logit_form",
+    "long_limit",
     "moments",
     "normal_spectrum",
     "piecewise_softmax",

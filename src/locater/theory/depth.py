@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from locater.errors import LocaterError
 from locater.theory import _checks as check
@@ -32,8 +32,11 @@ from locater.theory.kernels import ACTIVATIONS, activation_kernel
 __all__ = ["DepthLaw", "RandomAttention", "RandomLinear", "RandomMLP", "RandomTransformer", "depth_law", "token_gram"]
 
 MOST_LAYERS = 1000
+NORMS = ("pre", "post", "none", "sandwich", "output")
 _MOST_FACTOR = 1e9
-_TOGETHER = 1 << 23  # numbers of attention weights held at once
+_TOGETHER = 1 << 16  # attention weights of a point of the grid held at once: those of four heads stay in the cache
+WIDEST = 512  # coordinates of a head that are drawn: of more, inner products are normal to 1/√K as of these
+_GONE = 1e3  # a logit so far below the largest has no weight in float64
 _JITTER = 1e-10  # of the diagonal: what rounding may leave below zero
 
 
@@ -63,9 +66,11 @@ class RandomAttention:
     output: RandomLinear  # its inputs are heads × head_width
     logit_scale: float  # commonly 1/√head_width
     causal: bool = True
-    window: int | None = None  # keys that a causal query sees at most, itself among them
+    window: int | None = None  # keys that a causal query sees at most, itself among them; of others, on either side
     rotary: tuple[float, ...] = ()  # angle by which a pair of coordinates turns from one position to the next
     qk_norm_eps: float | None = None  # of an RMSNorm of each head's queries and keys, if there is one
+    qk_norm_all: bool = False  # it is over all heads at once: so many coordinates that it divides by their mean size
+    softcap: float | None = None  # c of c tanh(logit/c)
 
 
 @dataclass(frozen=True)
@@ -91,15 +96,17 @@ class RandomTransformer:
     layers: int
     attention: RandomAttention
     mlp: RandomMLP | None = None
-    norm: str = "pre"  # before each branch, or "post": after each sum; "none"
+    norm: str = "pre"  # before each branch; "output": on what it puts out; "sandwich": both; "post": after sums; "none"
     parallel: bool = False  # both branches read the layer's input
     eps: float = 0.0  # of the norms: what they add to a token's mean square; embeddings can be as small
+    branch: float = 1.0  # on what each branch adds, behind its norm if it has one
+    rotary: tuple[tuple[float, ...], ...] = ()  # by layer, in the place of attention's, where layers differ in these
 
     def __post_init__(self) -> None:
         depth = check.at_least("layers", self.layers, 1)
         if depth > MOST_LAYERS:
             raise LocaterError(f"layers must be at most {MOST_LAYERS:,}, got {depth:,}")
-        check.one_of("norm", self.norm, ("pre", "post", "none"))
+        check.one_of("norm", self.norm, NORMS)
         if not check.number("eps", self.eps) >= 0:
             raise LocaterError(f"eps must not be negative, got {self.eps:g}")
         if self.parallel and self.norm == "post":
@@ -111,8 +118,11 @@ class RandomTransformer:
             raise LocaterError(f"key_heads must divide the {a.heads} heads, got {a.key_heads}")
         if a.window is not None:
             check.at_least("window", a.window, 2)
-        if 2 * len(a.rotary) > a.head_width:
-            raise LocaterError(f"rotary turns {len(a.rotary)} pairs of coordinates, and a head has {a.head_width}")
+        for rates in {a.rotary, *self.rotary}:
+            if 2 * len(check.finite("rotary", rates)) > a.head_width:
+                raise LocaterError(f"rotary turns {len(rates)} pairs of coordinates, and a head has {a.head_width}")
+        if self.rotary and len(self.rotary) != depth:
+            raise LocaterError(f"rotary must be of {depth} layers, got {len(self.rotary)}")
         if self.mlp is not None:
             check.one_of("activation", self.mlp.activation, tuple(ACTIVATIONS))
 
@@ -122,7 +132,7 @@ class DepthLaw:
     """What attention and tokens do at every depth, averaged over weights; (...) points of a grid."""
 
     entropy: Array  # (..., L): of attention in nats, mean over queries and heads
-    entropy_error: Array  # (..., L): its standard error, from draw to draw; of one draw, from its heads
+    entropy_error: Array  # (..., L): its standard error, from draw to draw; NaN of one draw
     signal: Array  # (..., L): β = tr[C (diag p − p pᵀ)], mean over queries and heads, of tokens as attention gets them
     cosine: Array  # (..., L + 1): mean cosine between different tokens, of what enters each layer and leaves the last
     rank_residual: Array  # (..., L + 1): ‖X − 1x̄ᵀ‖/‖X‖
@@ -160,18 +170,15 @@ def depth_law(
 
     Args:
         model: Its layers.
-        gram: G of what enters the first, (T, T): `token_gram`, or measured.
+        gram: G of what enters the first, (T, T): `token_gram`, or measured. Or several, (S, T, T), where tokens differ
+            from network to network: each draw takes the next.
         gain: On the logits: W_Q and W_K are each √gain times as large. Broadcasts with `branch`; so does the result.
         branch: On what each branch adds to the stream: W_O and the MLP's last matrix times it.
-        heads: How many are drawn of each layer, all of them unless given; groups that share keys stay together.
+        heads: How many are drawn of each layer at most, all unless given; of each group that shares keys as many.
         draws: Of the whole network. One has the spread from network to network that so many heads leave.
         seed: What is drawn. Points of a grid share it, so that they differ by gain and branch alone.
     """
-    start = check.covariance("gram", gram)
-    if len(start) < 2:
-        raise LocaterError("a Gram matrix of one token has no attention to speak of: give at least 2")
-    if not np.diagonal(start).min() > 0:
-        raise LocaterError(f"gram must have a positive diagonal, got {np.diagonal(start).min():.6g}: a token is zero")
+    starts = token_grams(gram)
     factors = [check.finite(name, value) for name, value in (("gain", gain), ("branch", branch))]
     if any(((factor < 0) | (factor > _MOST_FACTOR)).any() for factor in factors):
         raise LocaterError(f"gain and branch must be from 0 to {_MOST_FACTOR:g}")
@@ -182,66 +189,83 @@ def depth_law(
         raise LocaterError(f"gain and branch must broadcast with each other, got shapes {shapes}") from error
     gains, branches = (np.broadcast_to(factor, shape).reshape(-1) for factor in factors)
     rng = np.random.default_rng(check.at_least("seed", seed, 0))
-    drawn = _drawn(model.attention, heads)
+    drawn, count = _drawn(model, heads), check.at_least("draws", draws, 1)
     with one_thread():
-        runs = [_run(model, start, gains, branches, drawn, rng) for _ in range(check.at_least("draws", draws, 1))]
+        runs = [_run(drawn, starts[i % len(starts)], gains, branches, rng) for i in range(count)]
     mean = {name: np.mean([run[name] for run in runs], 0) for name in runs[0]}
-    if draws > 1:  # also what earlier layers' heads do to the tokens of later ones
-        mean["entropy_error"] = np.std([run["entropy"] for run in runs], 0) / np.sqrt(draws - 1)
+    # from whole networks: what earlier layers' heads do to the tokens of later ones counts too
+    spread = np.std([run["entropy"] for run in runs], 0)
+    mean["entropy_error"] = spread / np.sqrt(count - 1) if count > 1 else np.full_like(spread, np.nan)
     return DepthLaw(
         **{name: value.reshape(*shape, *value.shape[1:]) for name, value in mean.items()},
-        most_entropy=most_entropy(model.attention, len(start)),
+        most_entropy=most_entropy(model.attention, starts.shape[-1]),
     )
 
 
-def _drawn(attention: RandomAttention, heads: int | None) -> RandomAttention:
-    """The module with so many heads, whole groups of them, and outputs as large as those of all."""
-    group = attention.heads // attention.key_heads
-    wanted = attention.heads if heads is None else check.at_least("heads", heads, 1)
-    groups = min(attention.key_heads, -(-wanted // group))
-    return replace(attention, heads=groups * group, key_heads=groups)
+def token_grams(gram: ArrayLike) -> Array:
+    """One or several Gram matrices as (S, T, T), each proven to be one of tokens that are not zero."""
+    several = check.finite("gram", gram)
+    several = np.stack([check.covariance("gram", one) for one in (several if several.ndim == 3 else several[None])])
+    if several.shape[-1] < 2:
+        raise LocaterError("a Gram matrix of one token has no attention to speak of: give at least 2")
+    least = np.diagonal(several, axis1=1, axis2=2).min()
+    if not least > 0:
+        raise LocaterError(f"gram must have a positive diagonal, got {least:.6g}: a token is zero")
+    return several
+
+
+def _drawn(model: RandomTransformer, heads: int | None) -> RandomTransformer:
+    """With so many heads and coordinates, whose outputs are as large as those of all."""
+    a = model.attention
+    wanted = a.heads if heads is None else check.at_least("heads", heads, 1)
+    groups = min(a.key_heads, wanted)
+    width = min(a.head_width, WIDEST)
+
+    def thinned(rates: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(rates[i * a.head_width // width] for i in range(len(rates) * width // a.head_width))
+
+    attention = replace(
+        a, heads=groups * min(a.heads // a.key_heads, wanted // groups), key_heads=groups, head_width=width,
+        logit_scale=a.logit_scale * np.sqrt(a.head_width / width), rotary=thinned(a.rotary),
+    )  # fmt: skip
+    return replace(model, attention=attention, rotary=tuple(map(thinned, model.rotary)))
 
 
 def _run(
-    model: RandomTransformer, start: Array, gain: Array, branch: Array, drawn: RandomAttention, rng: np.random.Generator
+    model: RandomTransformer, start: Array, gain: Array, branch: Array, rng: np.random.Generator
 ) -> dict[str, Array]:
     """Every layer once, for points (N,): arrays (N, L) and (N, L + 1)."""
     gram = np.broadcast_to(start, (len(gain), *start.shape))
-    power = branch[:, None, None] ** 2
+    power = (model.branch * branch[:, None, None]) ** 2
     tokens, seen = [_likeness(gram)], []
-    for _ in range(model.layers):
+    for layer in range(model.layers):
+        attention = replace(model.attention, rotary=model.rotary[layer]) if model.rotary else model.attention
 
-        def attend(states: Array) -> Array:
-            mixed, statistics = random_heads(drawn, states, gain, rng)
+        def attend(states: Array, attention: RandomAttention = attention) -> Array:
+            mixed, statistics = random_heads(attention, states, gain, rng)
             seen.append(statistics)
-            return np.asarray(power * drawn.output.gram(drawn.value.gram(mixed)))
+            return attention.output.gram(attention.value.gram(mixed))
 
-        def feed(states: Array) -> Array:
-            return np.zeros_like(states) if model.mlp is None else np.asarray(power * model.mlp.gram(states))
-
-        gram = _layer(model, gram, attend, feed)
+        gram = layer_gram(model, gram, power, attend)
         tokens.append(_likeness(gram))
     cosine, residual, size = (np.stack(part, -1) for part in zip(*tokens, strict=True))
-    entropy, error, signal = (np.stack(part, -1) for part in zip(*seen, strict=True))
-    found = {"entropy": entropy, "entropy_error": error, "signal": signal}
+    entropy, signal = (np.stack(part, -1) for part in zip(*seen, strict=True))
+    found = {"entropy": entropy, "signal": signal}
     return found | {"cosine": cosine, "rank_residual": residual, "size": size, "gram": gram}
 
 
-def _layer(
-    model: RandomTransformer, gram: Array, attend: Callable[[Array], Array], feed: Callable[[Array], Array]
-) -> Array:
-    if model.norm == "post":
-        gram = normed(gram + attend(gram), model.eps)
-        return gram if model.mlp is None else normed(gram + feed(gram), model.eps)
+def layer_gram(model: RandomTransformer, gram: Array, power: Array, attend: Callable[[Array], Array]) -> Array:
+    """Of what leaves a layer; `attend` takes the Gram matrix of states to that of attention's output."""
 
-    def norm(states: Array) -> Array:
-        return normed(states, model.eps) if model.norm == "pre" else states
+    def norm(states: Array, *kinds: str) -> Array:
+        return normed(states, model.eps) if model.norm in kinds else states
 
-    if model.parallel:
-        states = norm(gram)
-        return np.asarray(gram + attend(states) + feed(states))
-    gram = gram + attend(norm(gram))
-    return np.asarray(gram + feed(norm(gram)))
+    states = norm(gram, "pre", "sandwich")
+    gram = norm(gram + power * norm(attend(states), "output", "sandwich"), "post")
+    if model.mlp is None:
+        return gram
+    states = states if model.parallel else norm(gram, "pre", "sandwich")
+    return norm(gram + power * norm(model.mlp.gram(states), "output", "sandwich"), "post")
 
 
 def normed(gram: Array, eps: float = 0.0) -> Array:
@@ -263,48 +287,54 @@ def _likeness(gram: Array) -> tuple[Array, Array, Array]:
 
 def random_heads(
     attention: RandomAttention, states: Array, gain: Array, rng: np.random.Generator
-) -> tuple[Array, tuple[Array, Array, Array]]:
-    """Of tokens (N, T, T): the mean over heads of P G Pᵀ; entropy, its standard error and β, (N,) each."""
+) -> tuple[Array, tuple[Array, Array]]:
+    """Of tokens (N, T, T): the mean over heads of P G Pᵀ; entropy and β, (N,) each."""
     tokens, width, group = states.shape[-1], attention.head_width, attention.heads // attention.key_heads
-    root = np.linalg.cholesky(states + _JITTER * _diagonal(states))
-    visible = _visible(attention, tokens)
+    root = np.linalg.cholesky(states + _JITTER * _diagonal(states))[:, None]
+    masked = ~_visible(attention, tokens)
+    turns = _turns(attention.rotary, tokens)
+    scale = attention.logit_scale * gain[:, None, None, None]
     mixed, entropies, signals = np.zeros(states.shape), [], []
-    together = max(1, _TOGETHER // (len(states) * tokens**2 * group))  # groups at once
-    for first in range(0, attention.key_heads, together):
-        groups = min(together, attention.key_heads - first)
-        z_q, z_k = (rng.standard_normal((h, tokens, width)) for h in (groups * group, groups))
-        noise_q, noise_k = (rng.standard_normal((h, 1, width)) for h in (groups * group, groups))
-        q, k = (
-            np.sqrt(linear.inputs) * linear.std * (root[:, None] @ z) + linear.bias_std * noise
-            for linear, z, noise in ((attention.query, z_q, noise_q), (attention.key, z_k, noise_k))
-        )  # (N, H, T, K)
+
+    def features(linear: RandomLinear, heads: int) -> Array:
+        """Queries or keys, (N, H, T, K)."""
+        x = np.sqrt(linear.inputs) * linear.std * (root @ rng.standard_normal((heads, tokens, width)))
+        if linear.bias_std:
+            x += linear.bias_std * rng.standard_normal((heads, 1, width))
         if (eps := attention.qk_norm_eps) is not None:
-            q, k = (x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) for x in (q, k))
-        q, k = (_rotated(x, attention.rotary) for x in (q, k))
-        scale = attention.logit_scale * gain[:, None, None, None]
-        logits = (scale * q) @ np.swapaxes(np.repeat(k, group, 1), -1, -2)
-        weights, entropy = _softmax(np.where(visible, logits, -np.inf))
-        of_tokens = weights @ states[:, None]  # (N, H, T, T)
-        mixed += (of_tokens @ np.swapaxes(weights, -1, -2)).sum(1)
-        entropies.append(entropy.mean(-1))
-        signals.append(_signal(weights, of_tokens, states).mean(-1))
-    entropy, signal = np.concatenate(entropies, 1), np.concatenate(signals, 1)
-    by_group = entropy.reshape(len(states), -1, group).mean(-1)  # those that share keys are not independent
-    few = attention.key_heads < 2  # one group says nothing of its spread
-    error = np.full(len(states), np.nan) if few else by_group.std(1) / np.sqrt(attention.key_heads - 1)
-    return mixed / attention.heads, (entropy.mean(1), error, signal.mean(1))
+            over_all = linear.gram(states).diagonal(axis1=-2, axis2=-1)[:, None, :, None]
+            size = over_all if attention.qk_norm_all else (x**2).mean(-1, keepdims=True)
+            x /= np.sqrt(size + eps)
+        return _rotated(x, turns)
+
+    together = max(1, _TOGETHER // tokens**2)  # heads at once, of one group or of whole ones
+    for first in range(0, attention.key_heads, max(1, together // group)):
+        groups = min(max(1, together // group), attention.key_heads - first)
+        keys = np.swapaxes(features(attention.key, groups), -1, -2)
+        for start in range(0, group, together):
+            heads = min(together, group - start)
+            q = features(attention.query, groups * heads)
+            logits = (scale * q) @ np.repeat(keys, heads, 1)
+            if attention.softcap is not None:
+                logits = attention.softcap * np.tanh(logits / attention.softcap)
+            logits[..., masked] = -np.inf
+            weights, entropy = _softmax(logits)
+            of_tokens = weights @ states[:, None]  # (N, H, T, T)
+            mixed += (of_tokens @ np.swapaxes(weights, -1, -2)).sum(1)
+            entropies.append(entropy.mean(-1))
+            signals.append(_signal(weights, of_tokens, states).mean(-1))
+    entropy, signal = (np.concatenate(part, 1).mean(1) for part in (entropies, signals))
+    return mixed / attention.heads, (entropy, signal)
 
 
 def _diagonal(matrices: Array) -> Array:
     return np.asarray(np.eye(matrices.shape[-1]) * matrices)
 
 
-def _visible(attention: RandomAttention, tokens: int) -> Array:
+def _visible(attention: RandomAttention, tokens: int) -> NDArray[np.bool_]:
     """(queries, keys)."""
-    behind = np.subtract.outer(np.arange(tokens), np.arange(tokens))
-    if not attention.causal:
-        return np.ones((tokens, tokens), bool)
-    return np.asarray((behind >= 0) & (behind < (attention.window or tokens)))
+    behind, window = np.subtract.outer(np.arange(tokens), np.arange(tokens)), attention.window or tokens
+    return np.asarray((behind >= 0) & (behind < window) if attention.causal else np.abs(behind) <= window)
 
 
 def most_entropy(attention: RandomAttention, tokens: int) -> float:
@@ -312,14 +342,19 @@ def most_entropy(attention: RandomAttention, tokens: int) -> float:
     return float(np.log(_visible(attention, tokens).sum(1)).mean())
 
 
-def _rotated(x: Array, rates: tuple[float, ...]) -> Array:
+def _turns(rates: tuple[float, ...], tokens: int) -> Array | None:
+    """cos and sin of the angles, (2, T, pairs)."""
+    angles = np.outer(np.arange(tokens), rates)
+    return np.stack([np.cos(angles), np.sin(angles)]) if rates else None
+
+
+def _rotated(x: Array, turns: Array | None) -> Array:
     """Pairs of coordinates turned by position; which ones pair up does not matter to features that are alike."""
-    if not rates:
+    if turns is None:
         return x
-    turned = 2 * len(rates)
-    pairs = x[..., 0:turned:2] + 1j * x[..., 1:turned:2]
-    pairs = pairs * np.exp(1j * np.outer(np.arange(x.shape[-2]), rates))
-    return np.concatenate([pairs.real, pairs.imag, x[..., turned:]], -1)
+    (cos, sin), pairs = turns, turns.shape[-1]
+    left, right = x[..., :pairs], x[..., pairs : 2 * pairs]
+    return np.concatenate([cos * left - sin * right, sin * left + cos * right, x[..., 2 * pairs :]], -1)
 
 
 def _softmax(logits: Array) -> tuple[Array, Array]:
@@ -328,7 +363,8 @@ def _softmax(logits: Array) -> tuple[Array, Array]:
     weights = np.exp(shifted)
     total = weights.sum(-1, keepdims=True)
     weights /= total
-    spent = np.einsum("...k,...k->...", weights, np.where(np.isfinite(shifted), shifted, 0.0))
+    np.maximum(shifted, -_GONE, out=shifted)  # 0 · ∞ of what is masked
+    spent = np.einsum("...k,...k->...", weights, shifted)
     return weights, np.maximum(np.log(total[..., 0]) - spent, 0.0)
 
 

@@ -2,8 +2,8 @@
 
 φ(s z) of a standard normal z is Σ_n c_n(s) h_n(z) in orthonormal Hermite polynomials, and E h_m(z) h_n(z′) is ρⁿ for
 m = n and zero otherwise. So E φ(u)φ(v) = Σ_n c_n(s_u) c_n(s_v) ρⁿ: one power series, whatever the activation.
-What the first `_TERMS` leave of E φ² goes with the next power, so that the kernel is exact at ρ = 1. ReLU, whose series
-is long, has a closed form (Cho and Saul, 2009).
+What the first `_TERMS` leave of E φ² goes with the next power, so that the kernel is exact at ρ = 1. ReLU and its
+square, whose series are long, have closed forms (Cho and Saul, 2009).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def _gelu_tanh(u: Array) -> Array:
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": lambda u: np.maximum(u, 0.0),
+    "relu2": lambda u: np.maximum(u, 0.0) ** 2,
     "gelu": lambda u: u * ndtr(u),
     "gelu_tanh": _gelu_tanh,
     "silu": lambda u: u * expit(u),
@@ -48,8 +49,12 @@ def activation_kernel(activation: str, gram: Array) -> Array:
     if activation == "relu":
         angle = np.arccos(cosine)
         return np.asarray(product / (2 * np.pi) * (np.sin(angle) + (np.pi - angle) * cosine))
-    # to 8 digits: behind a norm they are few
-    digits = np.round(np.log(np.maximum(spread, 1e-300)), 8)
+    if activation == "relu2":
+        angle = np.arccos(cosine)
+        turned = 3 * np.sin(angle) * cosine + (np.pi - angle) * (1 + 2 * cosine**2)
+        return np.asarray(product**2 / (2 * np.pi) * turned)
+    # to 6 digits: behind a norm they are few
+    digits = np.round(np.log(np.maximum(spread, 1e-300)), 6)
     logs, where = np.unique(digits, return_inverse=True)
     levels = np.exp(logs)
     c = _coefficients(activation, tuple(levels.tolist()))[where.reshape(spread.shape)]  # (..., T, terms)

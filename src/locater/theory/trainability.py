@@ -17,14 +17,14 @@ from scipy.optimize import brentq
 
 from locater.theory import _checks as check
 from locater.theory._checks import Array
-from locater.theory.depth import DepthLaw, RandomTransformer, depth_law, most_entropy, normed
+from locater.theory.depth import WIDEST, DepthLaw, RandomTransformer, depth_law, most_entropy, normed, token_grams
 from locater.theory.softmax_regime import COLLAPSED_TO, UNIFORM_FROM
 
 __all__ = ["Trainability", "TrainabilityMap", "freezing_gain", "logit_variance", "trainability", "trainability_map"]
 
 ALIKE_FROM = 0.9  # mean cosine
 _GAINS, _BRANCHES = (1e-3, 1e3), (1e-3, 1.0)  # where remedies are looked for
-_HEADS = 4  # drawn of each layer, to find remedies
+_REMEDY_POINTS = 12  # that are commonly looked at to find them
 _MARGIN = 0.02  # of a share or a cosine: a remedy is to be on the right side of its border
 
 
@@ -44,16 +44,23 @@ class Trainability:
     depth: int | None  # how many of these layers leave tokens that are not alike
 
 
-def trainability(model: RandomTransformer, gram: ArrayLike, *, draws: int = 1, seed: int = 0) -> Trainability:
-    """Of a transformer with random weights and the Gram matrix of what enters it."""
-    law = depth_law(model, gram, heads=8 * _HEADS, draws=draws, seed=seed)
+def trainability(model: RandomTransformer, gram: ArrayLike, *, draws: int | None = None, seed: int = 0) -> Trainability:
+    """Of a transformer with random weights and the Gram matrices of what enters it, as `depth_law` has them.
+
+    Unless `draws` is given, as many networks and heads of each are drawn as take a few seconds.
+    """
+    gram = token_grams(gram)
+    tokens = gram.shape[-1]
+    effort, less = _LAW.spent(model, tokens), _REMEDY.spent(model, tokens)
+    law = depth_law(model, gram, seed=seed, **(effort if draws is None else effort | {"draws": draws}))
     share, alike = law.entropy_share, np.flatnonzero(law.cosine >= ALIKE_FROM)
     first = int(alike[0]) if len(alike) else None
 
     def drawn(gain: float, branch: float) -> DepthLaw:
-        return depth_law(model, gram, gain=gain, branch=branch, heads=_HEADS, seed=seed)
+        return depth_law(model, gram, gain=gain, branch=branch, seed=seed, **less)
 
-    few = drawn(1.0, 1.0)  # of fewer heads: what these are off by here is taken off everywhere
+    # what fewer heads are off by here is taken off everywhere; of as many, it would be noise
+    few = drawn(1.0, 1.0) if less["heads"] < effort["heads"] else law
 
     def shares(gain: float, branch: float) -> Array:
         return np.asarray(drawn(gain, branch).entropy_share + share - few.entropy_share)
@@ -80,6 +87,37 @@ def trainability(model: RandomTransformer, gram: ArrayLike, *, draws: int = 1, s
         branch=branch,
         depth=None if first is None else max(0, first - 1),
     )
+
+
+@dataclass(frozen=True)
+class _Effort:
+    """How many networks are drawn, and heads of each layer of theirs."""
+
+    seconds: float
+    most_heads: int  # of a layer, in all draws: more are not needed
+    least_heads: int  # in a draw
+    least_draws: int
+
+    def spent(self, model: RandomTransformer, tokens: int) -> dict[str, int]:
+        units = int(self.seconds / _unit(model, tokens))
+        together = min(self.most_heads, units // self.least_draws - 1)
+        heads = min(model.attention.heads, max(self.least_heads, together))
+        return {"heads": heads, "draws": max(self.least_draws, min(self.most_heads // heads, units // (heads + 1)))}
+
+
+_LAW, _REMEDY = _Effort(2.5, 64, 1, 4), _Effort(0.2, 16, 2, 1)  # the spread of four draws is the law's error
+
+
+def seconds(model: RandomTransformer, tokens: int) -> float:
+    """What `trainability` takes of one core, roughly, where there is something to mend."""
+    efforts = [(effort.spent(model, tokens), times) for effort, times in ((_LAW, 1), (_REMEDY, _REMEDY_POINTS))]
+    return _unit(model, tokens) * sum(times * e["draws"] * (e["heads"] + 1) for e, times in efforts)
+
+
+def _unit(model: RandomTransformer, tokens: int) -> float:
+    """Seconds of one head in every layer; the rest of a layer takes about as long."""
+    width = min(model.attention.head_width, WIDEST)
+    return model.layers * (2e-4 + 2e-10 * tokens**2 * (tokens + width))
 
 
 def _gain(shares: Callable[[float], Array], now: Array) -> float | None:
@@ -142,8 +180,8 @@ def trainability_map(
 
 def logit_variance(model: RandomTransformer, gram: ArrayLike) -> float:
     """Of the first layer's logits over the keys of a query, at gain 1: what the Random Energy Model knows of a head."""
-    attention, states = model.attention, check.covariance("gram", gram)
-    states = states if model.norm == "none" else normed(states, model.eps)
+    attention, states = model.attention, token_grams(gram).mean(0)
+    states = normed(states, model.eps) if model.norm in ("pre", "sandwich") else states
     count = len(states)
     apart = np.trace(states) / count - (states.sum() - np.trace(states)) / (count * (count - 1))
     q, k = (1.0, 1.0 / states.diagonal().mean()) if attention.qk_norm_eps is not None else (
@@ -155,5 +193,5 @@ def logit_variance(model: RandomTransformer, gram: ArrayLike) -> float:
 def freezing_gain(model: RandomTransformer, gram: ArrayLike) -> float:
     """Where the first layer freezes as T → ∞: the logits' variance is 2 ln(keys) (Giorlandino and Goldt, 2025)."""
     variance = logit_variance(model, gram)
-    seen = most_entropy(model.attention, len(check.square("gram", gram)))
+    seen = most_entropy(model.attention, token_grams(gram).shape[-1])
     return float(np.sqrt(2 * seen / variance)) if variance > 0 else float("inf")
