@@ -57,10 +57,10 @@ def _name(ax: Axes, found: TrainabilityMap, values: np.ndarray, words: tuple[str
     x, y = np.meshgrid(np.log(found.gain), -np.log(found.branch))
     for word, where in zip(words, (values <= COLLAPSED_TO, values >= UNIFORM_FROM), strict=True):
         if word and where.sum() >= 3:
-            middle = np.array([x[where].mean(), y[where].mean()])
-            if np.hypot(*middle) < 0.6:
-                middle[1] -= 0.6  # the star is there
+            across, up = float(x[where].mean()), float(y[where].mean())
+            if np.hypot(across, up) < 0.6:
+                up -= 0.6  # the star is there
             ax.text(
-                *np.exp(middle), word, ha="center", va="center", fontsize=8,
+                np.exp(across), np.exp(up), word, ha="center", va="center", fontsize=8,
                 path_effects=[withStroke(linewidth=2.5, foreground="white")],
             )  # fmt: skip
