@@ -145,7 +145,7 @@ def test_decoupled_locater_bounds_what_the_factors_do_to_logits(name):
     optimizer = torch.optim.SGD(held, lr=1.0)
     reg = DecoupledLocAteR(model, change=1e-3, spread=1e6).attach(optimizer)
     model(**inputs(name))
-    states = {a.module: reg._states.of(a) for a in reg.attentions}
+    states = {a.module: reg._states.of(a).states for a in reg.attentions}
     old = {a.module: a.logits(states[a.module]).detach() for a in reg.attentions}
     for p in held:
         p.grad = 0.01 * torch.randn_like(p)
