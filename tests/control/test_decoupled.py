@@ -15,8 +15,15 @@ from zoo import FAMILIES, build, inputs, recorded_logits
 from interpreter import on_gpu
 from locater import LocaterError
 from locater.control import DecoupledLocAteR, QKNorm, _bounded, decoupled
-from locater.control._sampled import Sample
-from locater.control.rules.decoupled import SEQUENCES, TOKENS, Decoupled, logit_moments, sampled_positions
+from locater.control._sampled import Sample, _Sampler
+from locater.control.rules.decoupled import (
+    SEQUENCES,
+    TOKENS,
+    Decoupled,
+    initial_spread,
+    logit_moments,
+    sampled_positions,
+)
 from locater.models import attentions
 from replaying import put_in_place_of_cuda
 
@@ -189,8 +196,62 @@ def test_padding_is_not_sampled(family, side):
     for attention, alone in zip(attentions(model), plain, strict=True):
         states, positions, tokens = reg._states.of(attention)
         assert tokens == 32
-        assert positions.tolist() == sorted([*range(12), *range(12), *range(8)])  # as many as of 32 tokens
+        assert positions.tolist() == [12 * i // 32 for i in range(32)]  # as many as of 32 tokens
         torch.testing.assert_close(states, alone[:, positions], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows", "distinct"),
+    [
+        ([512, 512, 512], (0, 1), 64),  # as if there were no mask
+        ([24, 512, 30], (1, 1), 64),  # the others are too short to say as much
+        ([144, 20, 100], (0, 2), 64),
+        ([72, 36, 8], (0, 1), 64),
+        ([24, 24, 3], (0, 1), 24),
+        ([0, 0, 0], (0, 1), 64),  # no mask is meant so
+        ([7, 2, 1], None, 0),  # too few to say anything
+    ],
+)
+def test_of_padded_sequences_the_longest_are_sampled_from_their_first_token_to_their_last(lengths, rows, distinct):
+    x = torch.arange(3.0)[:, None, None] * 1000 + torch.arange(512.0)[:, None].expand(512, 2)
+    real = torch.arange(512) < torch.tensor(lengths)[:, None]
+    module = nn.Identity().train()
+    sampler = _Sampler()
+    sampler(module, (x,), {"attention_mask": real.long()})
+    states, positions, tokens = sampler.last
+    assert tokens == 512
+    if rows is None:
+        assert states.isnan().all()
+        return
+    longest = max(lengths) or 512
+    assert positions[-1] == longest - 1
+    for row, own in zip(rows, states, strict=True):
+        found, length = own[:, 0] - 1000 * row, lengths[row] or 512
+        assert (found.diff() >= 0).all()
+        assert found[0] == 0
+        assert found[-1] == (longest - 1) * length // longest
+        assert len(found.unique()) >= (min(distinct, length) if length == longest else min(distinct, length) // 2)
+
+
+def causal(size):
+    return torch.ones(size, size, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((causal(20),), {}),  # a module of one's own
+        ((), {"attention_mask": causal(20)}),
+        ((torch.arange(20).expand(4, 20),), {}),  # positions
+        ((), {"key_padding_mask": torch.zeros(20, 4, dtype=torch.bool)}),
+        ((torch.zeros(20, 20),), {}),
+        ((), {"attention_mask": "none"}),
+    ],
+)
+def test_what_is_no_mask_of_padding_is_not_taken_for_one(args, kwargs):
+    sampler = _Sampler()
+    sampler(nn.Identity().train(), (torch.randn(4, 20, 2), *args), kwargs)
+    assert sampler.last.positions.tolist() == list(range(20))
 
 
 def test_what_is_taken_back_is_a_part_of_the_update_of_each_head():
@@ -287,6 +348,15 @@ def test_heads_that_started_sharp_are_shrunk_by_no_more_than_updates_may_change_
     initial = torch.tensor([[3 / 2**0.5, 3 / 2**0.5, 1.0]])
     _, q, k = Decoupled(0.1, 2.5).factors(moments, initial, every=every)
     torch.testing.assert_close(moments[..., 0].sqrt() * q * k, torch.tensor([[5 - every * 0.1, 3.0, 2.5]]))
+
+
+def test_of_samples_that_are_made_up_only_the_change_counts():
+    """On all ranks if on one: their mean is no number, either."""
+    moments = torch.tensor([[[math.nan, 0.0, 0.04], [math.nan, 0.0, 1e-4]]])
+    keep, q, k = Decoupled(0.1, 2.5).factors(moments, -torch.ones(1, 2))
+    torch.testing.assert_close(keep, torch.tensor([[0.5, 1.0]]))
+    assert (q * k == 1).all()
+    assert (initial_spread(moments, -torch.ones(1, 2)) == -1).all()
 
 
 @pytest.mark.parametrize(("every", "kept"), [(1, 0.9), (5, 0.5), (10, 0.0), (1000, 0.0)])
@@ -550,6 +620,42 @@ def test_a_checkpoint_s_sharp_heads_stay_when_no_states_were_seen_before_the_fir
         assert same(weights(model), before)
         run(model)
     assert max(value for name, value in reg.measure().items() if name.endswith("/spread")) > 2 * reg.spread
+
+
+@pytest.mark.parametrize("real", [1, 2, 12])
+def test_a_first_batch_of_few_tokens_makes_no_head_s_limit(real):
+    torch.manual_seed(0)
+    model = build("llama")
+    with torch.no_grad():
+        for attention in attentions(model):
+            attention.query.tensor.mul_(40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    DecoupledLocAteR(model).attach(optimizer)
+    before, ids = weights(model), ids_of(model)
+    for count in (real, 12, 12):
+        mask = (torch.arange(12) < count).long().expand(4, 12)
+        model.train()(input_ids=ids, attention_mask=mask)
+        moved(model, 0.0)
+        optimizer.step()
+        assert same(weights(model), before)
+
+
+def test_heads_are_looked_at_when_their_states_are_first_seen_whether_or_not_a_step_is_acted_on():
+    """Their initial spread is that of the beginning."""
+    torch.manual_seed(0)
+    model = build("llama")
+    run(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    reg = DecoupledLocAteR(model, every=4).attach(optimizer)
+    for step in range(3):
+        if step:
+            run(model)
+        moved(model, 0.5 if step == 2 else 0.0, seed=step)
+        if step == 1:
+            expected = {a.module: spread_of(sampled_logits(reg, a).transpose(0, 1)) for a in attentions(model)}
+        optimizer.step()
+    for name, value in reg.state_dict()["initial"].items():
+        torch.testing.assert_close(torch.tensor(value).flatten(), expected[name].float(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("stacked", [True, False])

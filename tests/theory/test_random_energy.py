@@ -73,3 +73,10 @@ def test_far_beyond_it_every_token_gets_one_token():
 def test_numbers_that_are_none_are_refused(arguments, words):
     with pytest.raises(LocaterError, match=words):
         long_limit(encoder(2, 1.0, 8), *arguments)
+
+
+@pytest.mark.parametrize("more", [{"window": 4}, {"qk_norm_eps": 1e-6}, {"softcap": 50.0}, {"rotary": (1.0, 0.1)}])
+def test_attention_that_the_limit_does_not_hold_for_is_refused(more):
+    model = encoder(2, 1.0, 8)
+    with pytest.raises(LocaterError, match="without a window, QK-norm, soft cap or rotary positions"):
+        long_limit(replace(model, attention=replace(model.attention, **more)), 0.2, 1.0)

@@ -43,8 +43,8 @@ class Bounded(ABC):
         an update changes but not how sharp a head is."""
         self.names = [plain_name(member.module) for member in members]
         self.initial = initial  # the spread of every head before the first step (S, G, R); −1 where there was none yet
-        self._missing = missing
-        self._settled = missing  # whether all initial spreads are known
+        self.missing = missing
+        self._settled = False  # whether all initial spreads are known
         parts = [[projections(member)[index] for member in members] for index in (0, 1)]
         self._parts = parts  # W_Q of every module, and W_K
         self._stored = without_repeats([one for index in (0, 1) for one in stored_of(parts[index], index, moved)])
@@ -74,17 +74,21 @@ class Bounded(ABC):
     def _factors(
         self, rule: Decoupled, moments: Tensor, factor: Tensor | float, overflow: Tensor | float, every: int
     ) -> Factors:
-        initial = torch.full_like(self.initial, math.inf) if self._missing else self.initial
         shared = moments.shape[-2] > 1
-        found = rule.factors(moments, initial, factor, every=every, shared_keys=shared, acts=self._acts)
+        found = rule.factors(moments, self.initial, factor, every=every, shared_keys=shared, acts=self._acts)
         if isinstance(overflow, Tensor):
             found = Factors(*(torch.where(overflow.to(x.device) > 0, 1.0, x) for x in found))
         return found
 
     def _begin_from(self, moments: Tensor) -> None:
         """Sets the initial spreads that are not known."""
-        if not self._missing:
-            self.initial.copy_(initial_spread(moments, self.initial))
+        self.initial.copy_(initial_spread(moments, self.initial))
+
+    def _told(self, moments: Tensor) -> Tensor:
+        """How sharp heads are is not told by samples that are made up, on no rank if on one."""
+        if self.missing:
+            moments[..., 0] = math.nan
+        return moments
 
     def _mix(self, old: Sequence[Copy], found: Factors) -> None:
         for one, copy in zip(self._stored, old, strict=True):
@@ -213,9 +217,10 @@ class Modules(Bounded):
         after = self._normalised([one.rows(self._states)[0] for one in self._weights])
         if self._kernels:
             interleaved = self._first.rope is not None and self._first.rope.interleaved
-            self._moments = moments(self._before, after, self._first.scale, self._rotation, interleaved)
+            found = moments(self._before, after, self._first.scale, self._rotation, interleaved)
         else:
-            self._moments = logit_moments(self._logits(*self._before), self._logits(*after))
+            found = logit_moments(self._logits(*self._before), self._logits(*after))
+        self._moments = self._told(found)
 
     def _normalised(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Queries and keys (S, G, R, B, n, K), with the gains of before the step."""
@@ -258,7 +263,7 @@ class OneModule(Bounded):
         self._before = logits_of(self._with_old_gains, self._sample)
 
     def measure(self) -> Tensor:
-        self._moments = logit_moments(self._before, logits_of(self._with_old_gains, self._sample))
+        self._moments = self._told(logit_moments(self._before, logits_of(self._with_old_gains, self._sample)))
         return self._moments
 
     def write(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:

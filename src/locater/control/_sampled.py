@@ -5,6 +5,7 @@ Legend: G key heads, R query heads for each, B sequences of a sample, n tokens o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,9 @@ from locater.hooks import has_compiled
 from locater.models import Attention, Norm, Projection, Rope
 
 __all__ = ["Sample", "SampledStates", "alike", "logits_of", "stackable"]
+
+_FEW = 8  # real tokens under which a sample says nothing
+_INVERTED = ("MptAttention",)  # whose masks say what is masked
 
 
 class Sample(NamedTuple):
@@ -136,17 +140,13 @@ class _Sampler:
             x = x[None]
         elif not getattr(module, "batch_first", True):  # nn.MultiheadAttention: (T, B, D)
             x = x.transpose(0, 1)
-        x = x.flatten(1, -2)[:SEQUENCES]
-        positions = _positions(x.shape[1], x.device)
-        real = _real(args, kwargs, x.shape[:2])
+        x = x.flatten(1, -2)
+        real = _real(module, args, kwargs, x.shape[:2])
         if real is None:
-            states = x.index_select(1, positions)
+            positions = _positions(x.shape[1], x.device)
+            self.last = Sample(x[:SEQUENCES].index_select(1, positions), positions, x.shape[1])
         else:
-            # the real tokens, in their order; where there are fewer than positions, they are gone through again
-            positions = (positions % real.sum(1).min().clamp(min=1)).sort().values
-            order = (~real).to(torch.int8).argsort(dim=1, stable=True)
-            states = x.gather(1, order[:, positions, None].expand(-1, -1, x.shape[-1]))
-        self.last = Sample(states, positions, x.shape[1])
+            self.last = _without_padding(x, real)
 
     def kept(self) -> Sample:
         assert self.last is not None
@@ -161,39 +161,62 @@ class _Sampler:
         return _Sampler, ()
 
 
+_KNOWN: dict[tuple[int, torch.device], Tensor] = {}
+
+
 def _positions(tokens: int, device: torch.device) -> Tensor:
-    return sampled_positions(tokens, device) if torch.compiler.is_compiling() else _known_positions(tokens, device)
+    found = _KNOWN.get((tokens, device))
+    if found is None or torch.compiler.is_compiling():
+        found = sampled_positions(tokens, device)
+        plain = type(found) is Tensor and not (found.is_cuda and torch.cuda.is_current_stream_capturing())
+        if plain and not torch.compiler.is_compiling():
+            _KNOWN[tokens, device] = found
+    return found
 
 
-_known_positions = cache(sampled_positions)
+def _without_padding(x: Tensor, real: Tensor) -> Sample:
+    """Of the two longest sequences, of the longest alone where the other is less than half as long; all at positions of
+    the longest. Under eight real tokens say nothing: their states are NaN."""
+    lengths, rows = (each[:SEQUENCES] for each in real.sum(1).sort(descending=True, stable=True))
+    other = 2 * lengths >= lengths[:1]
+    rows, lengths = torch.where(other, rows, rows[:1]), torch.where(other, lengths, lengths[:1])
+    tokens, longest = x.shape[1], lengths[:1]
+    positions = sampled_positions(tokens, x.device, longest)
+    order = (~real[rows]).to(torch.int8).argsort(dim=1, stable=True)  # real tokens first, as they come
+    index = order.gather(1, positions * lengths[:, None] // longest.clamp(min=1))
+    states = x[rows].gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+    return Sample(states.masked_fill(longest < min(_FEW, tokens), math.nan), positions, tokens)
 
 
-def _real(args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: Sequence[int]) -> Tensor | None:
+def _real(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: Sequence[int]) -> Tensor | None:
     """Which tokens (B, T) are no padding, by the masks that transformers and nn.MultiheadAttention give to a module;
-    None where they give none."""
-    sequences, tokens = shape
+    None where they give none that can be read."""
+    batch, tokens = shape
     padding = kwargs.get("key_padding_mask")
-    if isinstance(padding, Tensor) and padding.ndim == 2:
-        padding = padding[:sequences]
-        return ~padding if padding.dtype == torch.bool else padding == 0
+    if isinstance(padding, Tensor) and tuple(padding.shape) == (batch, tokens):
+        return _or_all(~padding if padding.dtype == torch.bool else padding == 0)
     named = [kwargs[name] for name in ("attention_mask", "mask") if name in kwargs]
     mask = (*named, *args[1:2], None)[0]
-    if not isinstance(mask, Tensor) or mask.shape[-1] != tokens:
+    if not isinstance(mask, Tensor):
         return None
-    if mask.ndim == 4 and mask.shape[2] in (1, tokens):
+    if mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[2] in (1, tokens) and mask.shape[3] == tokens:
         # whether a token sees itself, which causal masks and windows let it do
         mask = mask[:, 0, 0] if mask.shape[2] == 1 else mask[:, 0].diagonal(dim1=-2, dim2=-1)
         mask = mask > -1e3 if mask.is_floating_point() else mask.to(torch.bool)
-    elif mask.ndim == 2 and not mask.is_floating_point():
-        mask = mask.to(torch.bool)
-    else:
-        return None
-    return mask[:sequences].expand(sequences, tokens)
+        return _or_all((~mask if type(module).__name__ in _INVERTED else mask).expand(batch, tokens))
+    if named and tuple(mask.shape) == (batch, tokens) and not mask.is_floating_point():
+        return _or_all(mask.to(torch.bool))
+    return None
+
+
+def _or_all(real: Tensor) -> Tensor:
+    """A row without a real token is none that a mask was meant for."""
+    return real | ~real.any(1, keepdim=True)
 
 
 def _independent(attention: Attention) -> Sample:
     weight, norm = projections(attention)[0].tensor, attention.input_norm
-    dtype, positions = torch.promote_types(weight.dtype, torch.float32), _known_positions(TOKENS, weight.device)
+    dtype, positions = torch.promote_types(weight.dtype, torch.float32), _positions(TOKENS, weight.device)
     x = _normal(projections(attention)[0].shape[-1], weight.device, dtype)
     if norm is not None and attention.one_input and not _two_widths(attention):
         x = norm.mapped(lambda one: gathered(one.detach()).to(dtype))(x)
@@ -264,7 +287,10 @@ def logits_of(attention: Attention, sample: Sample) -> Tensor:
         query, key = (one and one.mapped(lambda x: x.to(dtype)) for one in (attention.query, attention.key))
         assert key is not None
         attention = replace(attention, query=query, key=key)
-    states, positions, _ = sample
+    states, positions, tokens = sample
+    if attention.rope is not None and attention.rope.stretched is not None:
+        frequencies = attention.rope.stretched(tokens)  # which a sample without padding may not reach
+        attention = replace(attention, rope=replace(attention.rope, frequencies=frequencies, stretched=None))
     keys = _normal(projections(attention)[1].shape[-1], states.device, dtype) if _two_widths(attention) else None
     logits = attention.logits(states.to(dtype), keys, positions=(positions, positions))  # (B, G·R, n, n)
     by_key: Tensor = logits.unflatten(1, projections(attention)[0].shape[:2])

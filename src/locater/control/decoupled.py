@@ -6,6 +6,7 @@ layer and step. Beside it, in nats of the logits, nothing has to be chosen.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -49,9 +50,9 @@ class DecoupledLocAteR(Regulariser):
     """Keeps the attention of `model` from changing abruptly, and from freezing, whatever the learning rate.
 
     In every step of the optimizer, the logits of every head are computed on a sample of the states that entered its
-    module in the last training forward (of the first 2 sequences 64 tokens each, from the first to the last that is no
-    padding), with the weights before the step and after it: q·k with biases, norms and rotary positions as the model
-    has them, each query with the keys up to it.
+    module in the last training forward (of 2 sequences 64 tokens each, from the first to the last; without padding where
+    the module is given a mask), with the weights before the step and after it: q·k with biases, norms and rotary
+    positions as the model has them, each query with the keys up to it.
 
     `change`: where a step moves a head's logits by more than this, as a standard deviation over the keys of a query, in
     nats, the part of the update of W_Q and W_K that is beyond it is taken back; to first order in the update.
@@ -97,6 +98,7 @@ class DecoupledLocAteR(Regulariser):
         self._groups = self._grouped()
         self._plans = weakref.WeakSet[_Plan]()
         self._initial: dict[str, Tensor] = {}  # the spread of every head (G, R) before the first step
+        self._unseen = True  # whether states that enter some module were not seen yet
         self._moments: list[tuple[list[str], Tensor]] = []  # modules, and theirs (S, G, R, 3), of the last step
 
     def _grouped(self) -> Groups[Group]:
@@ -128,7 +130,7 @@ class DecoupledLocAteR(Regulariser):
             nonlocal acts
             begun.clear()
             acts = (self.step + 1) % self.every == 0 and self._clock.factor() > 0
-            if acts or not self._initial:  # at first the heads are looked at in any case
+            if acts or self._unseen:  # at first the heads are looked at in any case
                 begun.extend(self._begin(optimizer, held, plan))
 
         def after() -> None:
@@ -154,6 +156,7 @@ class DecoupledLocAteR(Regulariser):
             held.refresh()
             plan.work = list(self._worked_on(held, still))
             plan.made_of = made_of
+        self._unseen = any(one.missing for one, _ in plan.work)
         for one, sources in plan.work:
             one.begin([sample() for sample in sources])
         return [one for one, _ in plan.work]
@@ -186,7 +189,8 @@ class DecoupledLocAteR(Regulariser):
                 continue
             written |= where
             sample = self._states.of(member)
-            sampled = sample.states.shape, sample.tokens, self._states.is_missing(member)
+            stack = re.split(r"\.\d+\.", member.module, maxsplit=1)[0]  # masks of encoder and decoder may differ
+            sampled = sample.states.shape, sample.tokens, stack, self._states.is_missing(member)
             together = (same for known, same in found if known == sampled and alike(same[0], member))
             kind = next(together, None) if stackable(member) else None
             if kind is None:
@@ -249,7 +253,7 @@ class DecoupledLocAteR(Regulariser):
             if name in last:
                 before, cross, change = last[name].unbind(-1)
                 values[f"{name}/change"] = float(change.sqrt().max())
-                values[f"{name}/spread"] = float((before + 2 * cross + change).clamp(min=0).sqrt().max())
+                values[f"{name}/spread"] = float((before + 2 * cross + change).clamp(min=0).sqrt().max())  # NaN: unseen
         return values
 
     def state_dict(self) -> dict[str, Any]:

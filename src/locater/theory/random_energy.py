@@ -39,8 +39,9 @@ def long_limit(model: RandomTransformer, cosine: float, share: float) -> LongLim
         raise LocaterError(f"cosine must be from 0 to below 1, got {cosine:g}")
     if not check.number("share", share) >= 0:
         raise LocaterError(f"share must not be negative, got {share:g}")
-    if model.attention.window is not None or model.attention.qk_norm_eps is not None:
-        raise LocaterError("the limit is that of attention without a window and without QK-norm")
+    a = model.attention
+    if a.window or a.qk_norm_eps is not None or a.softcap or a.rotary or model.rotary:
+        raise LocaterError("the limit is that of attention without a window, QK-norm, soft cap or rotary positions")
     gram, found, entropies = np.array([[1.0, cosine], [cosine, 1.0]]), [cosine], []
 
     def attend(states: Array) -> Array:

@@ -80,9 +80,10 @@ class Decoupled:
         before, cross, change = moments.unbind(-1)
         keep = (self.change / (strength_factor * change.sqrt())).clamp(max=1)
         keep = torch.where(change > 0, 1 - every * (1 - keep), 1.0).clamp(min=0)
-        # an update after which logits are not finite is taken back; of a sample that was not before, nothing is known
+        # an update after which logits are not finite is taken back; of a sample that was not before, nothing is known;
+        # of one that is made up, what an update changes and not how sharp a head is
         known, sound = before.isfinite(), moments.isfinite().all(-1)
-        keep = torch.where(sound, keep, torch.where(known, 0.0, 1.0))
+        keep = torch.where(change.isfinite(), keep, torch.where(known, 0.0, 1.0))
         if shared_keys:
             keep = keep.amin(-1, keepdim=True)
         spread = (before + keep * (2 * cross + keep * change)).clamp(min=0).sqrt()
@@ -99,14 +100,19 @@ class Decoupled:
         return Factors(keep, one, ratio if acts[1] else torch.ones_like(ratio))
 
 
-def sampled_positions(tokens: int, device: torch.device | None = None) -> Tensor:
+def sampled_positions(tokens: int, device: torch.device | None = None, length: Tensor | None = None) -> Tensor:
     """Which tokens of a sequence are in a sample: all of them, or eight stretches of eight, evenly from the first token
-    to the last. So it has near offsets and far ones, and queries with few keys and with many."""
+    to the last. So it has near offsets and far ones, and queries with few keys and with many.
+
+    `length`: as many of the first tokens as there are to choose from, some of them repeatedly if they are too few.
+    """
     if tokens <= TOKENS:
-        return torch.arange(tokens, device=device)
-    count = TOKENS // _STRETCH
-    starts = torch.arange(count, device=device) * (tokens - _STRETCH) // (count - 1)
-    return (starts[:, None] + torch.arange(_STRETCH, device=device)).flatten()
+        every = torch.arange(tokens, device=device)
+        return every if length is None else every * length // tokens
+    count, further = TOKENS // _STRETCH, tokens - _STRETCH if length is None else (length - _STRETCH).clamp(min=0)
+    starts = torch.arange(count, device=device) * further // (count - 1)
+    found = (starts[:, None] + torch.arange(_STRETCH, device=device)).flatten()
+    return found if length is None else torch.minimum(found, (length - 1).clamp(min=0)).sort().values
 
 
 def initial_spread(moments: Tensor, initial: Tensor) -> Tensor:
