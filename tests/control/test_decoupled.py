@@ -351,12 +351,12 @@ def test_heads_that_started_sharp_are_shrunk_by_no_more_than_updates_may_change_
 
 
 def test_of_samples_that_are_made_up_only_the_change_counts():
-    """On all ranks if on one: their mean is no number, either."""
-    moments = torch.tensor([[[math.nan, 0.0, 0.04], [math.nan, 0.0, 1e-4]]])
-    keep, q, k = Decoupled(0.1, 2.5).factors(moments, -torch.ones(1, 2))
-    torch.testing.assert_close(keep, torch.tensor([[0.5, 1.0]]))
+    """Their product is NaN, on all ranks if on one, since so is its mean."""
+    moments = torch.tensor([[[100.0, math.nan, 0.04], [100.0, math.nan, 1e-4], [100.0, math.nan, math.inf]]])
+    keep, q, k = Decoupled(0.1, 2.5).factors(moments, -torch.ones(1, 3))
+    torch.testing.assert_close(keep, torch.tensor([[0.5, 1.0, 0.0]]))
     assert (q * k == 1).all()
-    assert (initial_spread(moments, -torch.ones(1, 2)) == -1).all()
+    assert (initial_spread(moments, -torch.ones(1, 3)) == -1).all()
 
 
 @pytest.mark.parametrize(("every", "kept"), [(1, 0.9), (5, 0.5), (10, 0.0), (1000, 0.0)])

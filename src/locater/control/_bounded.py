@@ -85,9 +85,9 @@ class Bounded(ABC):
         self.initial.copy_(initial_spread(moments, self.initial))
 
     def _told(self, moments: Tensor) -> Tensor:
-        """How sharp heads are is not told by samples that are made up, on no rank if on one."""
+        """Samples that are made up, on one rank at least, do not tell how sharp heads become: their product is NaN."""
         if self.missing:
-            moments[..., 0] = math.nan
+            moments[..., 1] = math.nan
         return moments
 
     def _mix(self, old: Sequence[Copy], found: Factors) -> None:

@@ -50,8 +50,8 @@ class DecoupledLocAteR(Regulariser):
     """Keeps the attention of `model` from changing abruptly, and from freezing, whatever the learning rate.
 
     In every step of the optimizer, the logits of every head are computed on a sample of the states that entered its
-    module in the last training forward (of 2 sequences 64 tokens each, from the first to the last; without padding where
-    the module is given a mask), with the weights before the step and after it: q·k with biases, norms and rotary
+    module in the last training forward (of 2 sequences 64 tokens each, from the first to the last, without padding
+    where the module is given a mask), with the weights before the step and after it: q·k with biases, norms and rotary
     positions as the model has them, each query with the keys up to it.
 
     `change`: where a step moves a head's logits by more than this, as a standard deviation over the keys of a query, in
@@ -244,7 +244,7 @@ class DecoupledLocAteR(Regulariser):
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
         """For logs: trace and scale, averaged over the heads of each module; of the last step, the largest change of a
-        head's logits, before it was bounded, and the largest spread of its logits."""
+        head's logits, before it was bounded, and the largest spread of its logits where it is known."""
         values: dict[str, float] = {}
         last = {name: own for names, moments in self._moments for name, own in zip(names, moments, strict=True)}
         for attention in self.attentions:
@@ -253,7 +253,8 @@ class DecoupledLocAteR(Regulariser):
             if name in last:
                 before, cross, change = last[name].unbind(-1)
                 values[f"{name}/change"] = float(change.sqrt().max())
-                values[f"{name}/spread"] = float((before + 2 * cross + change).clamp(min=0).sqrt().max())  # NaN: unseen
+                if bool(cross.isfinite().all()):  # else it was not seen
+                    values[f"{name}/spread"] = float((before + 2 * cross + change).clamp(min=0).sqrt().max())
         return values
 
     def state_dict(self) -> dict[str, Any]:

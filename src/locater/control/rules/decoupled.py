@@ -116,9 +116,10 @@ def sampled_positions(tokens: int, device: torch.device | None = None, length: T
 
 
 def initial_spread(moments: Tensor, initial: Tensor) -> Tensor:
-    """The spread before the first update, where a finite sample shows it; −1 stands for one that is not known yet."""
+    """The spread before the first update, where a finite sample shows it; −1 stands for one that is not known yet. The
+    product of one that is made up is NaN."""
     spread = moments[..., 0].clamp(min=0).sqrt()
-    return torch.where((initial < 0) & spread.isfinite(), spread, initial)
+    return torch.where((initial < 0) & moments[..., :2].isfinite().all(-1), spread, initial)
 
 
 def logit_moments(before: Tensor, after: Tensor) -> Tensor:
