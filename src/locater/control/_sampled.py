@@ -165,11 +165,13 @@ _KNOWN: dict[tuple[int, torch.device], Tensor] = {}
 
 
 def _positions(tokens: int, device: torch.device) -> Tensor:
+    """Kept from forward to forward, but not in compiled code, nor where they hold no numbers yet (fake, captured)."""
+    if torch.compiler.is_compiling():
+        return sampled_positions(tokens, device)
     found = _KNOWN.get((tokens, device))
-    if found is None or torch.compiler.is_compiling():
+    if found is None:
         found = sampled_positions(tokens, device)
-        plain = type(found) is Tensor and not (found.is_cuda and torch.cuda.is_current_stream_capturing())
-        if plain and not torch.compiler.is_compiling():
+        if type(found) is Tensor and not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
             _KNOWN[tokens, device] = found
     return found
 
