@@ -34,9 +34,9 @@ def _paper(width: int, layers: int) -> Preset:
 _FIVE = (0, 1, 2, 3, 4)
 
 
-def _cause(layers: int, norm: str, levels: Design, about: str) -> Preset:
+def _cause(layers: int, norm: str, levels: Design, about: str, steps: int = 50_000) -> Preset:
     paper = _paper(128, layers)
-    config = paper.config.changed(norm=norm, precision="bf16", record_every=1_000, details=False)
+    config = paper.config.changed(norm=norm, precision="bf16", steps=steps, record_every=1_000, details=False)
     return Preset(
         f"does localisation cause LocAteR's gain? {about}", config, paper.learning_rate, design=levels, seeds=_FIVE
     )
@@ -65,6 +65,14 @@ PRESETS: dict[str, Preset] = {
         "post",
         design(entropies=(2.25, 2.5, 2.6, 2.7), traces=(0.0, 1.0, 4.0), scales=(6.0, 12.0, 24.0)),
         "the paper's model, d = 128, one layer",
+    ),
+    # the learning rate is constant, so that these are the first updates of the preset above
+    "cause-d128-l1-early": _cause(
+        1,
+        "post",
+        design(entropies=(), traces=(), scales=()),
+        "the same, the controls alone, 20,000 updates",
+        steps=20_000,
     ),
     "cause-pre-l6": _cause(
         6,
