@@ -141,7 +141,10 @@ def test_every_preset_with_a_design_is_one_plan_of_whole_seeds(name, tmp_path):
     members = members_of(preset.design, preset.config, preset.seeds)
     plan = Plan.of(tmp_path, preset.config, members, 24, {})
     assert len(preset.seeds) >= 5
-    assert [len({member.seed for member in group.members}) for group in plan.groups] == [1] * len(preset.seeds)
+    seeds = [{member.seed for member in group.members} for group in plan.groups]
+    assert sorted(seed for own in seeds for seed in own) == sorted(preset.seeds)
+    conditions = len(preset.design.conditions)
+    assert [len(group.members) for group in plan.groups] == [conditions * len(own) for own in seeds]
     assert {condition_of(member) for member in members} == {condition.name for condition in preset.design.conditions}
     leaders = {leader for member in members if member.intervention for leader in member.intervention.leaders}
     assert leaders == {f"{name}-s{seed}" for name in ("none", "locater") for seed in preset.seeds}
