@@ -82,30 +82,13 @@ def moved(model, size, seed=0):
 # ---------------------------------------------------------------------- the bounds
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt-neox", "qwen2", "qwen3"])
-def test_a_step_moves_no_heads_logits_by_more_than_the_bound(family):
-    """To first order in the step: a hundredth of it, here."""
-    torch.manual_seed(0)
-    model = build(family).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    reg = DecoupledLocAteR(model, change=1e-3, spread=1e6).attach(optimizer)
-    run(model)
-    before = {a.module: sampled_logits(reg, a) for a in attentions(model)}
-    moved(model, 2e-3)
-    optimizer.step()
-    changes = []
-    for attention in attentions(model):
-        after = sampled_logits(reg, attention)
-        changes.append(spread_of((after - before[attention.module]).transpose(0, 1)))  # (heads,)
-    found = torch.cat(changes)
-    assert (found < 1.02e-3).all()
-    assert found.max() > 0.98e-3
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
-@pytest.mark.parametrize("size", [0.1, 1.0])
-def test_nor_does_a_large_one(family, size):
-    """In models with QK-norm, where logits saturate, as well."""
+@pytest.mark.parametrize("size", [0.1, 1.0, 100.0])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt-neox", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("together", [True, False])
+def test_no_step_moves_a_heads_logits_by_more_than_the_bound(monkeypatch, family, size, together):
+    """Though logits follow the weights to first order alone, and with QK-norm saturate."""
+    if not together:
+        monkeypatch.setattr(decoupled, "stackable", lambda _: False)
     torch.manual_seed(0)
     model = build(family).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -114,13 +97,15 @@ def test_nor_does_a_large_one(family, size):
     before = {a.module: sampled_logits(reg, a) for a in attentions(model)}
     moved(model, size)
     optimizer.step()
-    found = torch.cat(
-        [spread_of((sampled_logits(reg, a) - before[a.module]).transpose(0, 1)) for a in attentions(model)]
-    )
-    assert (found < 0.101).all()
-    assert (
-        max(value for name, value in reg.measure().items() if name.endswith("/change")) > 0.5
-    )  # before it was bounded
+    changes = [spread_of((sampled_logits(reg, a) - before[a.module]).transpose(0, 1)) for a in attentions(model)]
+    found = torch.cat(changes)
+    normalised = family in ("qwen3", "gemma3")
+    # a norm is looked through three times, which is too few for a step a hundred times the weights
+    assert (found < (0.15 if normalised and size > 1 else 0.101)).all()
+    if size == 0.1:
+        assert found.max() > 0.095  # and no less
+    whole = [value for name, value in reg.measure().items() if name.endswith("/change")]
+    assert max(whole) > 0.5  # before it was bounded
 
 
 def test_the_sample_is_what_entered_the_model_s_own_attention():
@@ -362,8 +347,7 @@ def test_of_samples_that_are_made_up_only_the_change_counts():
 @pytest.mark.parametrize(("every", "kept"), [(1, 0.9), (5, 0.5), (10, 0.0), (1000, 0.0)])
 def test_acting_on_every_nth_update_takes_back_for_all_n_but_no_more_than_one(every, kept):
     moments = torch.tensor([[[0.0, 0.0, (0.1 / 0.9) ** 2]]])
-    found = Decoupled(0.1).factors(moments, torch.zeros(1, 1), every=every)
-    assert float(found.keep) == pytest.approx(kept, abs=1e-6)
+    assert float(Decoupled(0.1).keep(moments, every=every)) == pytest.approx(kept, abs=1e-6)
 
 
 # ---------------------------------------------------------------------- what is left alone
@@ -1168,7 +1152,7 @@ def test_steps_can_be_replayed(monkeypatch, family, every):
             moved(model, 0.05 * (1 + step % 3), seed=step)
             optimizer.step()
         graphs = [len(one._graphs) for plan in reg._plans for one, _ in plan.work]
-        assert graphs == ([0] if index == 0 else [3 + (every > 1 and family == "qwen3")])
+        assert graphs == ([0] if index == 0 else [4 + (every > 1 and family == "qwen3")])
     for a, b in zip(weights(models[0]).values(), weights(models[1]).values(), strict=True):
         torch.testing.assert_close(a, b)
 

@@ -138,8 +138,9 @@ def test_what_changes_stored_weights_is_refused(apply):
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize("size", [0.01, 1.0])
 @pytest.mark.parametrize("name", TARGETS)
-def test_decoupled_locater_bounds_what_the_factors_do_to_logits(name):
+def test_decoupled_locater_bounds_what_the_factors_do_to_logits(name, size):
     model = adapted(name, lora_dropout=0.0).train()
     held = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(held, lr=1.0)
@@ -148,7 +149,7 @@ def test_decoupled_locater_bounds_what_the_factors_do_to_logits(name):
     states = {a.module: reg._states.of(a).states for a in reg.attentions}
     old = {a.module: a.logits(states[a.module]).detach() for a in reg.attentions}
     for p in held:
-        p.grad = 0.01 * torch.randn_like(p)
+        p.grad = size * torch.randn_like(p)
     before = parameters(model)
     optimizer.step()
     for a in reg.attentions:
@@ -156,7 +157,7 @@ def test_decoupled_locater_bounds_what_the_factors_do_to_logits(name):
         count = torch.arange(1, change.shape[-1] + 1)[:, None]
         off = (change - change.sum(-1, keepdim=True) / count).tril()
         spread = (off.square().sum((-2, -1)) / (count.sum() - 1)).mean(0).sqrt()  # (heads,)
-        assert (spread < 1.1e-3).all()  # to first order in the step
+        assert (spread < 1.01e-3).all()
     changed = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
     assert changed
     assert all("lora" in name for name in changed)
@@ -164,7 +165,8 @@ def test_decoupled_locater_bounds_what_the_factors_do_to_logits(name):
     trained = [(p.detach(), p.grad, before[n]) for n, p in model.named_parameters() if p.requires_grad]
     kept = [float(((p - old) / -gradient).median()) for p, gradient, old in trained]
     largest = max(reg.measure()[f"{plain_name(a.module)}/change"] for a in reg.attentions)
-    assert min(kept) == pytest.approx(1e-3 / largest, rel=0.05)
+    if size < 0.1:  # a larger step moves logits by more than its size, and less of it may stay
+        assert min(kept) == pytest.approx(1e-3 / largest, rel=0.1)
 
 
 @pytest.mark.parametrize(

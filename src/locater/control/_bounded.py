@@ -23,7 +23,7 @@ from locater.control._parameters import gathered, projections
 from locater.control._sampled import Sample, logits_of
 from locater.control._step_kernels import moments
 from locater.control._weights import Copy, Weights, product_type, stored_of, without_repeats
-from locater.control.rules.decoupled import Decoupled, Factors, initial_spread, logit_moments
+from locater.control.rules.decoupled import Decoupled, Factors, initial_spread, logit_moments, part_of
 from locater.models import Attention, Norm, Rope
 from locater.names import plain_name
 
@@ -35,8 +35,8 @@ _SMALL = 256 << 20  # bytes of W_Q and W_K of a group up to which they are multi
 
 
 class Bounded(ABC):
-    """Attention modules of one shape in a step of their optimizer: `begin` before it, `measure` and `write` after it,
-    again and again if logits do not follow the weights linearly, then `end`."""
+    """Attention modules of one shape in a step of their optimizer: `begin` before it; after it `measure`, then
+    `hold_back` a part of the step and measure what is left, as often as that takes; `write`, and `end`."""
 
     def __init__(self, members: Sequence[Attention], initial: Tensor, moved: Moved, *, missing: bool = False) -> None:
         """`moved`: whether the optimizer moves a tensor; `missing`: whether samples are still made up, which say what
@@ -44,13 +44,15 @@ class Bounded(ABC):
         self.names = [plain_name(member.module) for member in members]
         self.initial = initial  # the spread of every head before the first step (S, G, R); −1 where there was none yet
         self.missing = missing
+        self._on_device = initial.is_cuda  # then nothing is asked of it: what is to be written is found out there
         self._settled = False  # whether all initial spreads are known
+        self._moments: Tensor = initial.new_empty(0)
         parts = [[projections(member)[index] for member in members] for index in (0, 1)]
         self._parts = parts  # W_Q of every module, and W_K
         self._stored = without_repeats([one for index in (0, 1) for one in stored_of(parts[index], index, moved)])
         # a norm takes out what its input is multiplied by
         norms = members[0].query_norm, members[0].key_norm
-        self.linear = norms == (None, None)  # whether logits follow the weights so, but for products of two updates
+        self.normalised = norms != (None, None)  # then logits do not follow the weights even to second order
         acts = [norms[i] is None and any(moved(t) for t in parts[i][0].tensors) for i in (0, 1)]
         self._acts = acts[0], acts[1]
 
@@ -60,29 +62,37 @@ class Bounded(ABC):
 
     @abstractmethod
     def measure(self) -> Tensor:
-        """`logit_moments` of every head (S, G, R, 3)."""
+        """`logit_moments` of every head (S, G, R, 3), which may be averaged in place before the rule reads them."""
+
+    def within(self, rule: Decoupled, factor: float) -> bool:
+        """Whether it is seen that no head is beyond a bound. A GPU would have to be waited for."""
+        return not self._on_device and rule.holds(self._moments, factor)
+
+    @abstractmethod
+    def hold_back(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> Tensor:
+        """Keeps the part of the step that the rule lets stay by the moments of last, and measures what is left."""
 
     @abstractmethod
     def write(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
-        """Writes what the rule makes of the step by the moments that `measure` gave; nothing where GradScaler skipped
-        it."""
+        """Writes what the rule makes of the step by the moments of last; nothing where GradScaler skipped it."""
 
     @abstractmethod
     def end(self) -> None:
         """Lets go of what was kept."""
 
-    def _factors(
-        self, rule: Decoupled, moments: Tensor, factor: Tensor | float, overflow: Tensor | float, every: int
-    ) -> Factors:
-        shared = moments.shape[-2] > 1
-        found = rule.factors(moments, self.initial, factor, every=every, shared_keys=shared, acts=self._acts)
-        if isinstance(overflow, Tensor):
-            found = Factors(*(torch.where(overflow.to(x.device) > 0, 1.0, x) for x in found))
-        return found
+    @property
+    def _shared(self) -> bool:
+        """Whether query heads share a key."""
+        return self._moments.shape[-2] > 1
 
-    def _begin_from(self, moments: Tensor) -> None:
+    def _factors(self, rule: Decoupled, factor: Tensor | float, every: int) -> Factors:
+        return rule.factors(self._moments, self.initial, factor, every=every, shared_keys=self._shared, acts=self._acts)
+
+    def _settle(self) -> None:
         """Sets the initial spreads that are not known."""
-        self.initial.copy_(initial_spread(moments, self.initial))
+        if self._on_device or not self._settled:
+            self.initial.copy_(initial_spread(self._moments, self.initial))
+            self._settled = not self._on_device and not bool((self.initial < 0).any())
 
     def _told(self, moments: Tensor) -> Tensor:
         """Samples that are made up, on one rank at least, do not tell how sharp heads become: their product is NaN."""
@@ -90,19 +100,13 @@ class Bounded(ABC):
             moments[..., 1] = math.nan
         return moments
 
-    def _mix(self, old: Sequence[Copy], found: Factors) -> None:
+    def _mix(self, old: Sequence[Copy], found: Factors, overflow: Tensor | float | None) -> None:
+        if not self._on_device and all(bool((x == 1).all()) for x in found):
+            return
+        if isinstance(overflow, Tensor):
+            found = Factors(*(torch.where(overflow.to(x.device) > 0, 1.0, x) for x in found))
         for one, copy in zip(self._stored, old, strict=True):
             one.mix_(copy, found.keep, (found.query, found.key)[one.index])
-
-    def _write_now(
-        self, old: Sequence[Copy], moments: Tensor, rule: Decoupled, factor: float, overflow: Tensor | None, every: int
-    ) -> None:
-        """On a CPU, where it can be asked whether anything is to be written; a GPU would have to be waited for."""
-        if moments.is_cuda or not self._settled:
-            self._begin_from(moments)
-            self._settled = not moments.is_cuda and not bool((self.initial < 0).any())
-        if moments.is_cuda or not rule.holds(moments, factor):
-            self._mix(old, self._factors(rule, moments, factor, 0.0 if overflow is None else overflow, every))
 
 
 # ---------------------------------------------------------------------- together
@@ -122,15 +126,19 @@ class Modules(Bounded):
         small = 1 < len(members) <= _SMALL // size
         self._weights = [Weights(part, kernels=self._kernels, stacked=small) for part in parts]
         self._dtype = product_type(parts[0][0].tensor)
-        self._on_device = initial.is_cuda  # then nothing is asked of it: what is to be written is found out there
         self._recorded = small and plain and self._on_device  # LoRA's scaling and adapters may change
         self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
         self._steps = 0
         self._states: Tensor | None = None
         self._old: list[Copy] = []
+        # W_Q and W_K times the sample, before the step and after it: what a part of the step leaves is known from them,
+        # but not of the product of LoRA's factors
+        self._rows: list[Tensor] = []
+        self._moved: list[Tensor] = []
+        self._kept: Tensor | None = None  # the part of the step (S, G, 1) that they and the moments are of
+        self._linear = plain
         self._before: list[Tensor] = []  # q and k of the sample
         self._gains: list[Tensor | None] = []  # of norms, before the step: what they change is not W_Q's and W_K's
-        self._moments: Tensor = initial.new_empty(0)
         self._given = initial.new_tensor([1.0, 0.0])  # the schedule's factor, and whether the step was skipped
         self._given_factor, self._given_overflow = 1.0, False
         self._positions: Tensor | None = None
@@ -159,21 +167,53 @@ class Modules(Bounded):
         self._run("measure", self._compare)
         return self._moments
 
+    def hold_back(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> Tensor:
+        def hold_back(given: tuple[Tensor | float, Tensor | None]) -> None:
+            keep = rule.keep(self._moments, given[0], shared_keys=self._shared, every=every)
+            if self._linear:
+                assert self._kept is not None
+                self._kept.mul_(keep)
+                pairs = zip(self._rows, self._moved, strict=True)
+                rows = [part_of(self._kept, old, new) for old, new in pairs]
+            else:
+                one = torch.ones_like(keep)
+                self._mix(self._old, Factors(keep, one, one), given[1])
+                rows = self._multiplied()
+            self._moments.copy_(self._moments_of(rows))
+
+        self._given_to("hold back", hold_back, rule, factor, overflow, every)
+        return self._moments
+
     def write(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
-        if self._on_device:
-            self._give(factor, overflow)
+        def write(given: tuple[Tensor | float, Tensor | None]) -> None:
+            self._settle()
+            found = self._factors(rule, given[0], every)
+            if self._kept is not None:
+                found = found._replace(keep=self._kept * found.keep)
+            self._mix(self._old, found, given[1])
 
-            def write() -> None:
-                self._begin_from(self._moments)
-                self._mix(self._old, self._factors(rule, self._moments, self._given[0], self._given[1], every))
-
-            self._run((rule, every), write)
-        else:
-            self._write_now(self._old, self._moments, rule, factor, overflow, every)
+        self._given_to("write", write, rule, factor, overflow, every)
 
     def end(self) -> None:
         if not self._recorded:  # else graphs write to them in the next step
             self._old, self._before, self._gains, self._states = [], [], [], None
+            self._rows, self._moved, self._kept = [], [], None
+
+    def _given_to(
+        self,
+        name: str,
+        function: Callable[[tuple[Tensor | float, Tensor | None]], None],
+        rule: Decoupled,
+        factor: float,
+        overflow: Tensor | None,
+        every: int,
+    ) -> None:
+        """Calls it with the factor and the overflow, which a recorded step reads on the device."""
+        if self._on_device:
+            self._give(factor, overflow)
+            self._run((name, rule, every), lambda: function((self._given[0], self._given[1])))
+        else:
+            function((factor, overflow))
 
     def _run(self, name: Any, function: Callable[[], None]) -> None:
         """As a CUDA graph from the third step on: `begin` is recorded first, then what reads what it keeps."""
@@ -204,7 +244,8 @@ class Modules(Bounded):
         copied = [any(one.is_weight and one.index == index for one in self._stored) for index in (0, 1)]
         made = [one.rows(self._states, copied=wanted) for one, wanted in zip(self._weights, copied, strict=True)]
         self._gains = [_stacked(norms) for norms in self._norms]
-        self._before = self._normalised([rows for rows, _ in made])
+        self._rows = [rows for rows, _ in made]
+        self._before = self._normalised(self._rows)
         if self._rope is not None and self._positions is not None:
             self._rotation = self._rope[1].angles(self._positions, self._before[0].dtype)
         self._old = []
@@ -213,14 +254,22 @@ class Modules(Bounded):
             self._old.append(one.copied() if copy is None else copy)
 
     def _compare(self) -> None:
+        self._moved = self._multiplied()
+        self._moments = self._moments_of(self._moved)
+        self._kept = torch.ones_like(self._moments[..., :1, 0]) if self._linear else None
+
+    def _multiplied(self) -> list[Tensor]:
         assert self._states is not None
-        after = self._normalised([one.rows(self._states)[0] for one in self._weights])
+        return [one.rows(self._states)[0] for one in self._weights]
+
+    def _moments_of(self, rows: Sequence[Tensor]) -> Tensor:
+        after = self._normalised(rows)
         if self._kernels:
             interleaved = self._first.rope is not None and self._first.rope.interleaved
             found = moments(self._before, after, self._first.scale, self._rotation, interleaved)
         else:
             found = logit_moments(self._logits(*self._before), self._logits(*after))
-        self._moments = self._told(found)
+        return self._told(found)
 
     def _normalised(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Queries and keys (S, G, R, B, n, K), with the gains of before the step."""
@@ -266,8 +315,15 @@ class OneModule(Bounded):
         self._moments = self._told(logit_moments(self._before, logits_of(self._with_old_gains, self._sample)))
         return self._moments
 
+    def hold_back(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> Tensor:
+        keep = rule.keep(self._moments, factor, shared_keys=self._shared, every=every)
+        one = torch.ones_like(keep)
+        self._mix(self._old, Factors(keep, one, one), overflow)
+        return self.measure()
+
     def write(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
-        self._write_now(self._old, self._moments, rule, factor, overflow, every)
+        self._settle()
+        self._mix(self._old, self._factors(rule, factor, every), overflow)
 
     def end(self) -> None:
         self._old = []

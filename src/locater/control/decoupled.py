@@ -32,7 +32,7 @@ from locater.names import plain_name
 
 __all__ = ["DecoupledLocAteR", "DecoupledLocAteRMethod"]
 
-_LOOKS = 3  # more, at what was left of a step, where queries and keys are normalised
+_LOOKS = 3  # at what is left of a step where queries and keys are normalised; elsewhere one
 
 _Work: TypeAlias = tuple[Bounded, list[Callable[[], Sample]]]
 
@@ -210,23 +210,20 @@ class DecoupledLocAteR(Regulariser):
 
     @torch.no_grad()
     def _end(self, begun: Sequence[Bounded], overflow: Tensor | None, factor: float) -> None:
-        self._moments = self._averaged(begun)
+        self._moments = self._averaged([(one, one.measure()) for one in begun])
+        if not all(one.within(self.rule, factor) for one in begun):  # on all ranks or on none
+            self._moments = [(names, moments.clone()) for names, moments in self._moments]
+            for look in range(_LOOKS):
+                again = [one for one in begun if look == 0 or one.normalised]
+                every = self.every if look == 0 else 1
+                self._averaged([(one, one.hold_back(self.rule, factor, overflow, every)) for one in again])
         for one in begun:
             one.write(self.rule, factor, overflow, self.every)
-        # where a part of an update moves logits by more than that part of the whole, what is left is looked at again
-        curved = [one for one in begun if not one.linear]
-        if curved:
-            self._moments = [(names, moments.clone()) for names, moments in self._moments]
-            for _ in range(_LOOKS):
-                self._averaged(curved)
-                for one in curved:
-                    one.write(self.rule, factor, overflow, every=1)
-        for one in begun:
             one.end()
 
-    def _averaged(self, bounded: Sequence[Bounded]) -> list[tuple[list[str], Tensor]]:
+    def _averaged(self, measured: Sequence[tuple[Bounded, Tensor]]) -> list[tuple[list[str], Tensor]]:
         """Names of modules and their moments, over the ranks, each of which has seen a sample of its own."""
-        found = [(one.names, one.measure()) for one in bounded]
+        found = [(one.names, moments) for one, moments in measured]
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1
         if not several or not found:
             return found

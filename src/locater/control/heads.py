@@ -38,9 +38,17 @@ class Heads:
 
     def logits(self, states: Tensor, positions: Tensor) -> Tensor:
         """Unmasked (…, H, B, n, n), for states (…, B, n, D) that enter attention at these positions (n,)."""
+        return self.product(*self.compared(states, positions))
+
+    def product(self, q: Tensor, k: Tensor) -> Tensor:
+        """Logits (…, H, B, n, n) of queries and keys as they are compared."""
+        return self.logit_scale * (q @ k.mT)
+
+    def compared(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys (…, H, B, n, K), linear in the weights and biases."""
         pairs = zip((self.qk.w_q, self.qk.w_k), self.biases, strict=True)
         q, k = (self._compared(weight, bias, states, positions) for weight, bias in pairs)
-        return self.logit_scale * (q @ k.mT)
+        return q, k
 
     def _compared(self, weight: Tensor, bias: Tensor | None, states: Tensor, positions: Tensor) -> Tensor:
         x = torch.einsum("...bnd,...hkd->...hbnk", states, weight)

@@ -3,7 +3,7 @@
 Both bounds are on logits, in nats, on states that enter attention as the model trains:
 
     change    the standard deviation, over the keys of a query, by which one update moves its logits. Beyond it the rest
-              of the update of W_Q and W_K is taken back.
+              of the update of W_Q and W_K is taken back; how much logits move by what is left is looked at again.
     spread    the standard deviation of the logits themselves, the root of the effective logit variance. Beyond it W_Q
               and W_K are shrunk.
 
@@ -30,10 +30,11 @@ __all__ = [
     "Factors",
     "initial_spread",
     "logit_moments",
+    "part_of",
     "sampled_positions",
 ]
 
-VERSION = 4  # raised when the formula changes: states of another version are refused
+VERSION = 5  # raised when the formula changes: states of another version are refused
 SEQUENCES, TOKENS = 2, 64  # a sample: so many tokens of the first sequences of a batch
 _STRETCH = 8
 _GROWN = 2**0.5  # times its initial spread a head may have, where that is beyond the bound already
@@ -55,11 +56,28 @@ class Decoupled:
     change: float | Tensor = 0.1
     spread: float = 4.9
 
-    def holds(self, moments: Tensor, strength_factor: float = 1.0) -> bool:
+    def holds(self, moments: Tensor, strength_factor: Tensor | float = 1.0) -> bool:
         """Whether no head is beyond a bound, so that all factors are 1; a number that is asked for."""
         before, cross, change = (strength_factor**2 * moments).unbind(-1)
         spread = before + 2 * cross + change
         return bool(((change <= self.change**2) & (spread <= self.spread**2)).all())
+
+    def keep(
+        self, moments: Tensor, strength_factor: Tensor | float = 1.0, *, shared_keys: bool = False, every: int = 1
+    ) -> Tensor:
+        """The part of an update that may stay, by heads (…, R), or (…, 1) where query heads share a key: to first order
+        in the update, whose part moves logits by more or by less than that part of what the whole does. So the moments
+        of what is left give another part, to be multiplied with this one.
+
+        Acting on each n-th update alone, what the others changed is taken to be as much: up to all of the n-th is taken
+        back for it.
+        """
+        before, _, change = moments.unbind(-1)
+        keep = (self.change / (strength_factor * change.sqrt())).clamp(max=1)
+        keep = torch.where(change > 0, 1 - every * (1 - keep), 1.0).clamp(min=0)
+        # an update after which logits are not finite is taken back; of a sample that was not before, nothing is known
+        keep = torch.where(change.isfinite(), keep, torch.where(before.isfinite(), 0.0, 1.0))
+        return keep.amin(-1, keepdim=True) if shared_keys else keep
 
     def factors(
         self,
@@ -71,21 +89,14 @@ class Decoupled:
         shared_keys: bool = False,
         every: int = 1,
     ) -> Factors:
-        """What an update is multiplied by, from `logit_moments` (…, R, 3) and the initial spread of each head (…, R).
+        """For what is left of an update, from its `logit_moments` (…, R, 3) and the initial spread of each head (…, R).
 
         Both bounds are divided by the schedule's factor. `acts`: whether multiplying W_Q, or W_K, by a number does so
-        to logits (not where it is frozen, or normalised afterwards). Acting on each n-th update alone, what the others
-        changed is taken to be as much: up to all of the n-th is taken back for it.
+        to logits (not where it is frozen, or normalised afterwards).
         """
         before, cross, change = moments.unbind(-1)
-        keep = (self.change / (strength_factor * change.sqrt())).clamp(max=1)
-        keep = torch.where(change > 0, 1 - every * (1 - keep), 1.0).clamp(min=0)
-        # an update after which logits are not finite is taken back; of a sample that was not before, nothing is known;
-        # of one that is made up, what an update changes and not how sharp a head is
-        known, sound = before.isfinite(), moments.isfinite().all(-1)
-        keep = torch.where(change.isfinite(), keep, torch.where(known, 0.0, 1.0))
-        if shared_keys:
-            keep = keep.amin(-1, keepdim=True)
+        keep = self.keep(moments, strength_factor, shared_keys=shared_keys)
+        sound = moments.isfinite().all(-1)  # not where the sample is made up: how sharp a head is it does not tell
         spread = (before + keep * (2 * cross + keep * change)).clamp(min=0).sqrt()
         own, weighed = _GROWN * initial, strength_factor * spread
         # a head's own limit is known of one batch, and others may be sharper: no faster than updates may move logits
@@ -120,6 +131,12 @@ def initial_spread(moments: Tensor, initial: Tensor) -> Tensor:
     product of one that is made up is NaN."""
     spread = moments[..., 0].clamp(min=0).sqrt()
     return torch.where((initial < 0) & moments[..., :2].isfinite().all(-1), spread, initial)
+
+
+def part_of(keep: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """old + keep · (new − old) of queries or keys (…, B, n, K) by heads: what they are with that part of an update."""
+    keep = keep[..., None, None, None]
+    return torch.where(keep == 0, old, torch.lerp(old, new, keep.to(old.dtype)))  # where new may not be finite
 
 
 def logit_moments(before: Tensor, after: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from locater.control.rules.decoupled import (
     Decoupled,
     initial_spread,
     logit_moments,
+    part_of,
     sampled_positions,
 )
 from locater.control.rules.logsumexp import logsumexp
@@ -280,16 +281,21 @@ class AutoLocAteR(Method):
         super().before_update(values, rate, decay, factor)
         heads = self._heads(values)
         self._old = [x.clone() for x in (heads.qk.w_q, heads.qk.w_k, *heads.biases) if x is not None]
-        self._logits = heads.logits(self._states, self._positions)
+        self._rows = heads.compared(self._states, self._positions)
 
     def after_update(self, values: Parameters, rate: Tensor, factor: Tensor) -> bool:
         del rate
-        heads = self._heads(values)
-        moments = logit_moments(self._logits, heads.logits(self._states, self._positions))
+        heads, rule = self._heads(values), Decoupled(self.strength[:, None, None])
+        rows = heads.compared(self._states, self._positions)
+        before = heads.product(*self._rows)
+        moments = logit_moments(before, heads.product(*rows))
         self._initial.copy_(initial_spread(moments, self._initial))
-        found = Decoupled(self.strength[:, None, None]).factors(moments, self._initial, factor)
-        if not moments.is_cuda and all(bool((x == 1).all()) for x in found):
+        if not moments.is_cuda and rule.holds(moments, factor):
             return False
+        keep = rule.keep(moments, factor)
+        left = heads.product(*(part_of(keep, old, new) for old, new in zip(self._rows, rows, strict=True)))
+        found = rule.factors(logit_moments(before, left), self._initial, factor)
+        found = found._replace(keep=keep * found.keep)
         # W ← f · (old + keep · (W − old)), of weights and biases
         for one, old, f in zip((heads.qk.w_q, heads.qk.w_k, *heads.biases), self._old, 2 * found[1:], strict=True):
             assert one is not None
