@@ -14,7 +14,7 @@ from zoo import FAMILIES, build, inputs, recorded_logits
 
 from interpreter import on_gpu
 from locater import LocaterError
-from locater.control import DecoupledLocAteR, QKNorm, _bounded, decoupled
+from locater.control import DecoupledLocAteR, QKClip, QKNorm, _bounded, decoupled
 from locater.control._sampled import Sample, _Sampler
 from locater.control.rules.decoupled import (
     SEQUENCES,
@@ -237,6 +237,23 @@ def test_what_is_no_mask_of_padding_is_not_taken_for_one(args, kwargs):
     sampler = _Sampler()
     sampler(nn.Identity().train(), (torch.randn(4, 20, 2), *args), kwargs)
     assert sampler.last.positions.tolist() == list(range(20))
+
+
+def test_of_packed_sequences_the_longest_document_is_sampled():
+    """Softmax compares tokens of one document alone, and positions begin anew with each."""
+    model = build("llama")
+    reg = DecoupledLocAteR(model).attach(torch.optim.SGD(model.parameters(), lr=1.0))
+    ids, lengths = ids_of(model, batch=2, tokens=20), (4, 11, 5)
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand(2, 20)
+    model.train()(input_ids=ids, position_ids=positions, use_cache=False)
+    packed = [reg._states.of(attention) for attention in attentions(model)]
+    model(input_ids=ids[:, 4:15], use_cache=False)
+    alone = [reg._states.of(attention).states for attention in attentions(model)]
+    for (states, at, _), own in zip(packed, alone, strict=True):
+        assert at.tolist() == [11 * i // 20 for i in range(20)]
+        torch.testing.assert_close(states, own[:, at], rtol=1e-4, atol=1e-5)
+    model(input_ids=ids, position_ids=torch.arange(20).expand(2, 20))
+    assert reg._states.of(attentions(model)[0]).positions.tolist() == list(range(20))
 
 
 def test_what_is_taken_back_is_a_part_of_the_update_of_each_head():
@@ -606,6 +623,29 @@ def test_a_checkpoint_s_sharp_heads_stay_when_no_states_were_seen_before_the_fir
     assert max(value for name, value in reg.measure().items() if name.endswith("/spread")) > 2 * reg.spread
 
 
+@pytest.mark.parametrize("every", [1, 5])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_warm_up_from_a_rate_of_zero_hides_no_head_s_initial_spread(every, parts):
+    """Nor does another optimizer that has the other layers."""
+    torch.manual_seed(0)
+    model = build("llama")
+    run(model)
+    layers = model.model.layers
+    held = [list(layers.parameters())] if parts == 1 else [list(layer.parameters()) for layer in layers]
+    optimizers = [torch.optim.SGD(own, lr=0.0) for own in held]
+    reg = DecoupledLocAteR(model, change=1e6, spread=1e6, every=every).attach(optimizers)
+    run(model)
+    moments = {a.module: spread_of(sampled_logits(reg, a).transpose(0, 1)) for a in attentions(model)}
+    for rate in (0.0, 1.0, 1.0):
+        moved(model, 1.0)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+    for name, initial in reg.state_dict()["initial"].items():
+        torch.testing.assert_close(torch.tensor(initial).flatten(), moments[name].float(), rtol=1e-4, atol=1e-5)
+    assert reg.state_dict()["initial"].keys() == moments.keys()
+
+
 @pytest.mark.parametrize("real", [1, 2, 12])
 def test_a_first_batch_of_few_tokens_makes_no_head_s_limit(real):
     torch.manual_seed(0)
@@ -756,6 +796,42 @@ def test_a_step_that_the_scaler_skips_moves_nothing():
     before = weights(model)
     scaler.step(optimizer)
     assert same(before, weights(model))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_other_methods_do_to_weights_is_no_part_of_the_step(first):
+    """QK-clip scales heads down by more than any step may move them; whichever of the two is applied first."""
+    torch.manual_seed(0)
+    models = [build("llama") for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    limits = []
+    for index, model in enumerate(models):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
+        if index and not first:
+            DecoupledLocAteR(model, change=1e-4, spread=1e6).attach(optimizer)
+        QKClip(threshold=0.05).apply(model, optimizer)
+        if index and first:
+            DecoupledLocAteR(model, change=1e-4, spread=1e6).attach(optimizer)
+        run(model)
+        optimizer.step()
+        limits.append(weights(model))
+    assert not same(limits[0], weights(build("llama")))
+    for name, value in limits[0].items():
+        torch.testing.assert_close(value, limits[1][name], rtol=1e-6, atol=1e-9)
+
+
+def test_gradients_of_single_samples_leave_no_states_behind():
+    """Under torch.func's transforms states are no tensors of their own."""
+    model = build("gpt2").train()
+    reg = DecoupledLocAteR(model).attach(torch.optim.SGD(model.parameters(), lr=1.0))
+    ids = ids_of(model)
+
+    def loss(parameters, row):
+        return torch.func.functional_call(model, parameters, kwargs={"input_ids": row[None]}).logits.square().mean()
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0), randomness="same")
+    each(dict(model.named_parameters()), ids)
+    assert not reg._states.entered()
 
 
 def test_a_schedule_at_zero_lets_go_of_everything():
@@ -996,9 +1072,10 @@ def test_on_every_nth_step_alone_it_acts():
     assert reg.step == 6
 
 
-def test_a_state_goes_on_where_it_was():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_state_goes_on_where_it_was(dtype):
     torch.manual_seed(0)
-    model = build("gpt2")
+    model = build("gpt2").to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     reg = DecoupledLocAteR(model, change=0.2).attach(optimizer)
     run(model)

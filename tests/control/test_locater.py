@@ -522,6 +522,11 @@ def test_measure_reports_each_module_and_the_penalty():
             "holds none of the query and key weights",
         ),
         (lambda: regulariser(Joint()).load_state_dict({"step": 3}), "lacks"),
+        (lambda: regulariser(Joint()).load_state_dict(None), "lacks"),
+        (
+            lambda: regulariser(Joint()).load_state_dict({**regulariser(Joint()).state_dict(), "step": -3}),
+            "its step is -3",
+        ),
         (
             lambda: regulariser(Joint()).load_state_dict(
                 {"step": 3, "scale_strength": -1.0, "mean_strength": 0.0, "target": 1.0}

@@ -74,3 +74,24 @@ def test_after_a_step_that_failed_the_next_one_counts():
     optimizer.fails = False
     optimizer.step()
     assert ran == ["before", "before", "after"]
+
+
+@pytest.mark.parametrize("closure", [None, lambda: None])
+def test_what_is_innermost_sees_the_optimizer_s_work_alone_whenever_it_was_added(closure):
+    optimizer, ran, undo = torch.optim.SGD([parameter()], lr=1.0), [], ExitStack()
+
+    def add(name, **settings):
+        around_step(
+            optimizer, undo, before=lambda: ran.append(name), after=lambda: ran.append(f"after {name}"), **settings
+        )
+
+    add("first")
+    add("inner", innermost=True)
+    add("last")
+    optimizer.step(closure)
+    assert ran == ["first", "last", "inner", "after inner", "after first", "after last"]
+    undo.close()
+    optimizer.step()
+    assert len(ran) == 6
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks

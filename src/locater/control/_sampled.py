@@ -131,7 +131,7 @@ class _Sampler:
         if not module.training:
             return
         x = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
-        if not isinstance(x, Tensor) or x.ndim < 2 or not x.is_floating_point():
+        if not isinstance(x, Tensor) or x.ndim < 2 or not x.is_floating_point() or _is_transformed(x):
             return
         if isinstance(module, nn.MultiheadAttention) and x is not (args[1] if len(args) > 1 else kwargs.get("key", x)):
             return  # keys are made of other states
@@ -141,7 +141,7 @@ class _Sampler:
         elif not getattr(module, "batch_first", True):  # nn.MultiheadAttention: (T, B, D)
             x = x.transpose(0, 1)
         x = x.flatten(1, -2)
-        real = _real(module, args, kwargs, x.shape[:2])
+        real = _longest_document(kwargs, x.shape[:2], _real(module, args, kwargs, x.shape[:2]))
         if real is None:
             positions = _positions(x.shape[1], x.device)
             self.last = Sample(x[:SEQUENCES].index_select(1, positions), positions, x.shape[1])
@@ -209,6 +209,25 @@ def _real(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
     if named and tuple(mask.shape) == (batch, tokens) and not mask.is_floating_point():
         return _or_all(mask.to(torch.bool))
     return None
+
+
+def _longest_document(kwargs: Mapping[str, Any], shape: Sequence[int], real: Tensor | None) -> Tensor | None:
+    """Which tokens (B, T) are of their row's longest document, where several are packed in one: of it alone logits are
+    compared. A new one begins where positions do not go on; one row of positions for several sequences is of none."""
+    positions = kwargs.get("position_ids")
+    if not isinstance(positions, Tensor) or tuple(positions.shape) != tuple(shape) or positions.is_floating_point():
+        return real
+    begins = positions.diff(dim=1, prepend=positions[:, :1]) != 1
+    counted = torch.ones_like(begins) if real is None else real
+    total = counted.cumsum(1)
+    size = total - torch.where(begins, total - counted.long(), 0).cummax(1).values  # of its document up to a token
+    document = begins.cumsum(1)
+    return counted & (document == document.gather(1, size.argmax(1, keepdim=True)))
+
+
+def _is_transformed(x: Tensor) -> bool:
+    """Whether torch.func is at work on it (vmap, grad): it is no tensor any more when that is over."""
+    return not torch.compiler.is_compiling() and bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 def _or_all(real: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
@@ -19,6 +20,17 @@ Schedule: TypeAlias = Callable[[int], float]
 """Gives the strength factor after so many steps."""
 
 
+_STEPS = "_locater_steps"  # an attribute of the optimizer, which neither its state nor a copy of it has
+
+
+@dataclass(eq=False, frozen=True)
+class _Around:
+    before: Callable[[], None] | None
+    after: Callable[[], None] | None
+    once: bool
+    innermost: bool
+
+
 def around_step(
     optimizer: Optimizer,
     undo: ExitStack,
@@ -26,44 +38,66 @@ def around_step(
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
     once: bool = False,
+    innermost: bool = False,
 ) -> None:
     """Runs `before` when the gradients of a step are there, and `after` when the step is done.
 
-    With a closure, `before` runs after each of its evaluations, or after the first of a step (`once`). Of a step that
-    calls that of the class it inherits from, both of which torch runs hooks around, the outer one counts.
+    With a closure, `before` runs after each of its evaluations, or after the first of a step (`once`). What is
+    `innermost` sees the optimizer's own work alone, whatever else runs around the step and whenever that was added. Of
+    a step that calls that of the class it inherits from, both of which torch runs hooks around, the outer one counts.
     """
+    steps = vars(optimizer).get(_STEPS)  # there, and so freed with it
+    if steps is None:
+        steps = vars(optimizer)[_STEPS] = _Steps(optimizer)
+    added = _Around(before, after, once, innermost)
+    steps.around.append(added)
+    undo.callback(steps.remove, added)
 
-    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert before is not None
+
+class _Steps:
+    """All that runs around the steps of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.around: list[_Around] = []
+        self._hooks = ExitStack()
+        self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+        self._hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
+        self._hooks.callback(vars(optimizer).pop, _STEPS)
+
+    def remove(self, one: _Around) -> None:
+        self.around.remove(one)
+        if not self.around:
+            self._hooks.close()
+
+    def _before(self, *, again: bool) -> None:
+        for one in sorted(self.around, key=lambda one: one.innermost):
+            if one.before is not None and not (one.once and again):
+                one.before()
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _is_inside_another(optimizer):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args starts with the optimizer itself
         if closure is None:
-            before()
+            self._before(again=False)
             return None
-        done = False
+        again = False
 
         def evaluate() -> Any:
-            nonlocal done
+            nonlocal again
             loss = closure()
-            if not (once and done):
-                before()
-            done = True
+            self._before(again=again)
+            again = True
             return loss
 
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
         return (optimizer, evaluate, *args[2:]), rest
 
-    if before is not None:
-        undo.callback(optimizer.register_step_pre_hook(before_step).remove)
-
-    def after_step(optimizer: Optimizer, *_: Any) -> None:
-        assert after is not None
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not _is_inside_another(optimizer):
-            after()
-
-    if after is not None:
-        undo.callback(optimizer.register_step_post_hook(after_step).remove)
+            for one in sorted(self.around, key=lambda one: not one.innermost):
+                if one.after is not None:
+                    one.after()
 
 
 def _is_inside_another(optimizer: Optimizer) -> bool:

@@ -44,6 +44,7 @@ class _Plan:
 
     made_of: Any = None
     work: list[_Work] = field(default_factory=list)
+    unseen: bool = True  # whether states that enter some module were not seen yet
 
 
 class DecoupledLocAteR(Regulariser):
@@ -98,7 +99,6 @@ class DecoupledLocAteR(Regulariser):
         self._groups = self._grouped()
         self._plans = weakref.WeakSet[_Plan]()
         self._initial: dict[str, Tensor] = {}  # the spread of every head (G, R) before the first step
-        self._unseen = True  # whether states that enter some module were not seen yet
         self._moments: list[tuple[list[str], Tensor]] = []  # modules, and theirs (S, G, R, 3), of the last step
 
     def _grouped(self) -> Groups[Group]:
@@ -130,7 +130,7 @@ class DecoupledLocAteR(Regulariser):
             nonlocal acts
             begun.clear()
             acts = (self.step + 1) % self.every == 0 and self._clock.factor() > 0
-            if acts or self._unseen:  # at first the heads are looked at in any case
+            if acts or plan.unseen:  # at first the heads are looked at in any case
                 begun.extend(self._begin(optimizer, held, plan))
 
         def after() -> None:
@@ -138,7 +138,8 @@ class DecoupledLocAteR(Regulariser):
             begun.clear()
             self._clock.tick(optimizer)
 
-        around_step(optimizer, undo, before=before, after=after, once=True)
+        # what other methods do to the weights is no part of the step
+        around_step(optimizer, undo, before=before, after=after, once=True, innermost=True)
 
     @torch.no_grad()
     def _begin(self, optimizer: Optimizer, held: HeldBy, plan: _Plan) -> list[Bounded]:
@@ -148,27 +149,29 @@ class DecoupledLocAteR(Regulariser):
         rates = (group.get("lr") for group in optimizer.param_groups)
         still = [isinstance(rate, int | float) and rate == 0 for rate in rates]
         tensors = [(t.data_ptr(), t.dtype, t.requires_grad) for t in (*self._groups.tensors, *self._gains)]
-        made_of = tensors, still, held.ids(), self._states.kinds(), self._states.norms()
+        made_of = tensors, still, held.ids(), self._states.kinds(), plan.unseen, self._states.norms()
         if plan.made_of != made_of:
             plan.made_of, plan.work = None, []  # which frees what it held, and is made anew if this fails
             if made_of[-1] != self._norms_known:
                 self._groups = self._grouped()
             held.refresh()
-            plan.work = list(self._worked_on(held, still))
+            plan.work = list(self._worked_on(held, still, unseen=plan.unseen))
             plan.made_of = made_of
-        self._unseen = any(one.missing for one, _ in plan.work)
+        plan.unseen = any(one.missing for one, _ in plan.work)
         for one, sources in plan.work:
             one.begin([sample() for sample in sources])
         return [one for one, _ in plan.work]
 
-    def _worked_on(self, held: HeldBy, still: Sequence[bool]) -> Iterator[_Work]:
+    def _worked_on(self, held: HeldBy, still: Sequence[bool], *, unseen: bool) -> Iterator[_Work]:
+        """Of modules that a rate of 0 keeps still, too, while they are `unseen`: a warm-up may begin with it."""
+
         def moved(tensor: Tensor) -> bool:
             index = held.group(tensor) if tensor.requires_grad else None
             return index is not None and not still[index]
 
         written = set[int]()
         for group in self._groups(held.group, held):
-            if all(index is None or still[index] for index in group.rates):
+            if all(index is None or (still[index] and not unseen) for index in group.rates):
                 continue
             for members in self._of_one_kind(group, written):
                 initial = torch.stack([self._initial_of(member) for member in members])
@@ -279,7 +282,7 @@ class DecoupledLocAteR(Regulariser):
         if not isinstance(initial, dict) or not initial.keys() <= heads.keys():
             raise LocaterError(f"{wrong}: its modules are others")
         try:
-            made = {name: torch.tensor(value, dtype=torch.float32) for name, value in initial.items()}
+            made = {name: torch.tensor(value, dtype=torch.float64) for name, value in initial.items()}
         except (TypeError, ValueError):
             made = {"": torch.tensor(float("nan"))}
         if not all(bool((value >= 0).all()) for value in made.values()):

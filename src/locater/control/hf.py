@@ -27,6 +27,9 @@ class LocAteRCallback(ForHuggingFace, TrainerCallback):
     """
 
     def __init__(self, regulariser: LocAteR | DecoupledLocAteR, *, per_module: bool = True) -> None:
+        if not isinstance(regulariser, LocAteR | DecoupledLocAteR):
+            kind = type(regulariser).__name__
+            raise LocaterError(f"LocAteRCallback takes a LocAteR(model, …) or a DecoupledLocAteR(model), got {kind}")
         self.regulariser = regulariser
         self.per_module = per_module
 

@@ -148,11 +148,15 @@ class LocAteR(Regulariser):
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        missing = self.state_dict().keys() - state.keys()
+        wrong = "this is not a state of LocAteR"
+        missing = self.state_dict().keys() - (state.keys() if isinstance(state, dict) else ())
         if missing:
-            raise LocaterError(f"this is not a state of LocAteR: it lacks {', '.join(sorted(missing))}")
+            raise LocaterError(f"{wrong}: it lacks {', '.join(sorted(missing))}")
+        step = state["step"]
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise LocaterError(f"{wrong}: its step is {step!r:.80}")
         self._set(state["scale_strength"], state["mean_strength"], state["target"])
-        self.step = int(state["step"])
+        self.step = step
 
     def __repr__(self) -> str:
         return (
