@@ -23,7 +23,7 @@ def _one_thread():
 
 @pytest.mark.usefixtures("_one_thread")
 def test_attention_collapses_is_noticed_and_is_held(tmp_path, monkeypatch, capsys, full):
-    """A run at a rate that is too high differs from machine to machine; this held with seeds 0 and 2."""
+    """A run at a rate that is too high differs from machine to machine, as seeds do."""
     if not full:
         pytest.skip("a third of a minute: LOCATER_FULL=1, or make test-full")
     monkeypatch.chdir(tmp_path)

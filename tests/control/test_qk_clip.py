@@ -197,6 +197,84 @@ def test_torchs_own_module_a_users_and_a_joint_matrix(make):
     torch.testing.assert_close(attention.logits(x), gamma[:, None, None] * before, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("of_layer", [True, False])
+def test_a_layer_that_is_frozen_stays_as_it_is_and_the_others_are_clipped(of_layer):
+    model, given = ready("llama"), batch("llama")
+    frozen, trained = (layer.self_attn for layer in model.model.layers)
+    for layer in (model.model.layers[0],) if of_layer else (frozen.q_proj, frozen.k_proj):
+        layer.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    before = copy.deepcopy(model.state_dict())
+    handle = QKClip(0.01).apply(model, optimizer)
+    one_step(model, optimizer, given)
+    assert list(handle.measure()) == ["model.layers.1.self_attn/max_logit"]
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"model.layers.1.self_attn.q_proj.weight"}
+    handle.remove()
+    trained.requires_grad_(False)
+    with pytest.raises(LocaterError, match="all query and key weights of the model are frozen"):
+        QKClip(0.01).apply(model, optimizer)
+
+
+def shared(which):
+    """GPT-J of two layers, with weights of their own or with those of the first layer in both."""
+    torch.manual_seed(0)
+    model, given = ready("gptj"), batch("gptj")
+    first, second = (block.attn for block in model.transformer.h)
+    for name in ("q_proj", "k_proj"):
+        getattr(second, name).weight.data.copy_(getattr(first, name).weight)
+        if name in which:
+            setattr(second, name, getattr(first, name))
+    return model, given
+
+
+@pytest.mark.parametrize("which", [(), ("q_proj",), ("q_proj", "k_proj")])
+def test_what_layers_share_is_clipped_once_by_the_largest_of_their_logits(which):
+    model, given = shared(which)
+    with recorded_logits(model) as states:
+        loss_of(model, given)
+    tops = torch.stack(list(largest("gptj", products(model, states)).values()))
+    threshold = tops.min().item() / 2
+    old = [(a.query.weight.clone(), a.key.weight.clone()) for a in attentions(model)]
+    handle = clip(model, given, threshold)
+    own = (threshold / tops).sqrt()
+    both = own.amin(0).expand_as(own)
+    for index, attention in enumerate(attentions(model)):
+        parts = zip((attention.query, attention.key), old[index], ("q_proj", "k_proj"), strict=True)
+        for part, was, name in parts:
+            factor = (both if name in which else own)[index]
+            torch.testing.assert_close(part.weight, factor.view(-1, 1, 1, 1) * was, rtol=1e-5, atol=1e-8)
+        measured = handle.measure()[f"{attention.module}/max_logit"]
+        assert measured == pytest.approx(tops[index].max().item(), rel=1e-6)  # of each layer its own
+
+
+class OneMatrix(ByHand):
+    """Queries are keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_kv_heads = 4
+        self.k_proj = self.q_proj
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q, v = (layer(x).view(b, t, 4, 4).transpose(1, 2).reshape(-1, t, 4) for layer in (self.q_proj, self.v_proj))
+        return torch.bmm(torch.softmax(self.scale * torch.bmm(q, q.transpose(1, 2)), dim=-1), v)
+
+
+def test_a_matrix_of_queries_and_keys_is_clipped_once():
+    model = OneMatrix().double()
+    x = 5 * torch.randn(2, 6, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    (attention,) = attentions(model)
+    before = attention.logits(x).detach()
+    optimizer = still(model)
+    QKClip(1.0).apply(model, optimizer)
+    model(x).square().mean().backward()
+    optimizer.step()
+    gamma = (1.0 / before.amax((0, 2, 3))).clamp(max=1)[:, None, None]
+    torch.testing.assert_close(attention.logits(x), gamma * before, rtol=1e-5, atol=1e-6)
+
+
 # ---------------------------------------------------------------- what S is of
 
 

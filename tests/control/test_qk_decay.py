@@ -8,6 +8,7 @@ import pytest
 import torch
 from rivals import batch, loss_of, one_step, ready
 from torch import nn
+from transformers.optimization import Adafactor as Transformers
 
 from locater import LocaterError
 from locater.control import QKDecay
@@ -201,3 +202,38 @@ def test_an_optimizer_that_decays_everything_away_by_itself_is_named():
     loss_of(model, given).backward()
     with pytest.raises(LocaterError, match=r"learning rate of 0\.5 with a weight_decay of 2 leaves nothing"):
         optimizer.step()
+
+
+class Adafactor(Unknown):
+    """Of another library, with the name of one of torch's."""
+
+
+def test_an_optimizer_is_known_by_its_class_and_not_by_its_name():
+    model = ready("llama")
+    others = [Transformers(model.parameters(), lr=0.1, relative_step=False, weight_decay=0.1)]
+    for other in (*others, Adafactor(model.parameters(), 0.1)):
+        with pytest.raises(LocaterError, match="how Adafactor applies its weight_decay is not known; set it to 0"):
+            QKDecay(0.0).apply(model, other)
+    for kind in (type("Mine", (torch.optim.AdamW,), {}), torch.optim.Adafactor):
+        QKDecay(0.0).apply(model, kind(model.parameters(), lr=0.1, weight_decay=0.1)).remove()
+
+
+def test_transformers_adafactor_as_its_trainer_makes_it_is_given_the_decay_that_it_has_not():
+    runs = []
+    for decay in (DECAY, 0.0):
+        model, given = ready("llama"), batch("llama")
+        optimizer = Transformers(model.parameters(), lr=RATE, scale_parameter=False, relative_step=False)
+        before = copy.deepcopy(model.state_dict())
+        QKDecay(decay).apply(model, optimizer)
+        one_step(model, optimizer, given)
+        runs.append(model.state_dict())
+    for name, value in runs[0].items():
+        expected = -RATE * DECAY * before[name] if is_qk(name) else torch.zeros_like(value)
+        torch.testing.assert_close(value - runs[1][name], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_an_optimizer_that_makes_its_own_learning_rate_is_refused():
+    model = ready("llama")
+    with pytest.raises(LocaterError, match=r"this Adafactor has no learning rate .* lr is None"):
+        QKDecay(0.1).apply(model, Transformers(model.parameters()))
+    QKDecay(0.1).apply(model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1)))

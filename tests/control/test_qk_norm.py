@@ -171,7 +171,7 @@ def test_beside_muon_the_gains_go_to_the_optimizer_of_the_other_vectors():
     inside = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
     rest = [p for p in model.parameters() if all(p is not one for one in inside)]
     muon, adamw = torch.optim.Muon(inside, lr=2e-2), torch.optim.AdamW(rest, lr=1e-3, weight_decay=0.1)
-    with pytest.raises(LocaterError, match="Muon trains matrices, and QK-norm's gains are vectors"):
+    with pytest.raises(LocaterError, match="Muon trains matrices, and what QK-norm adds are vectors"):
         QKNorm().apply(model, muon)
     handle = QKNorm(queries=False).apply(model, [muon, adamw])
     assert len(handle.parameters) == len(attentions(model))
@@ -180,3 +180,15 @@ def test_beside_muon_the_gains_go_to_the_optimizer_of_the_other_vectors():
     assert len(muon.param_groups) == 1
     handle.remove()
     assert len(adamw.param_groups) == 1
+
+
+def test_gains_are_frozen_where_all_query_and_key_weights_of_the_layer_are():
+    model, given = ready("llama"), batch("llama")
+    first, second = (layer.self_attn for layer in model.model.layers)
+    for layer in (first.q_proj, first.k_proj, second.q_proj):
+        layer.requires_grad_(False)
+    optimizer = optimizer_of(model)
+    handle = QKNorm().apply(model, optimizer)
+    assert [gain.requires_grad for gain in handle.parameters] == [False, False, True, True]
+    one_step(model, optimizer, given)
+    assert [bool((gain != 1).any()) for gain in handle.parameters] == [False, False, True, True]

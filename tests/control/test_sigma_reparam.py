@@ -260,3 +260,35 @@ def test_gamma_is_frozen_where_its_weight_is():
     model.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
     handle = SigmaReparam("qk").apply(model)
     assert [gamma.requires_grad for gamma in handle.parameters] == [False, True, True, True]
+
+
+def with_muon(model):
+    inside = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
+    rest = [p for p in model.parameters() if all(p is not one for one in inside)]
+    return torch.optim.Muon(inside, lr=2e-2), torch.optim.AdamW(rest, lr=1e-3, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("where", ["qk", "all"])
+def test_beside_muon_gamma_goes_to_the_optimizer_of_the_other_vectors(where):
+    model = ready("llama").float()
+    muon, adamw = with_muon(model)
+    handle = SigmaReparam(where).apply(model, [muon, adamw])
+    assert {id(p) for p in adamw.param_groups[-1]["params"]} == {id(p) for p in handle.parameters}
+    assert (adamw.param_groups[-1]["lr"], adamw.param_groups[-1]["weight_decay"]) == (1e-3, 0.0)
+    start = gammas(handle)
+    loss_of(model, batch("llama")).backward()
+    muon.step()
+    adamw.step()
+    assert (gammas(handle) != start).all()
+    handle.remove()
+    assert (len(muon.param_groups), len(adamw.param_groups)) == (1, 1)
+
+
+def test_muon_alone_is_refused_before_anything_is_changed():
+    model = ready("llama")
+    muon, _ = with_muon(model)
+    names = list(model.state_dict())
+    with pytest.raises(LocaterError, match="Muon trains matrices, and what σReparam adds are vectors"):
+        SigmaReparam().apply(model, muon)
+    assert list(model.state_dict()) == names  # in this order, too
+    assert len(muon.param_groups) == 1

@@ -53,6 +53,32 @@ def test_a_state_passes_between_a_model_and_the_same_compiled():
     compiled.load_state_dict(plain.state_dict())
 
 
+@pytest.mark.compiled
+@torch._dynamo.config.patch(skip_nnmodule_hook_guards=True)  # torch's setting
+def test_code_that_was_compiled_for_one_model_does_not_run_for_another_with_other_hooks():
+    """Of the same class and shape, as when methods are compared in one process; nor for the same, hooked later."""
+    torch.compiler.reset()
+    ids = torch.arange(24).view(2, 12)
+    models = [llama().eval() for _ in range(3)]
+    called = [torch.compile(model, backend="eager") for model in models]
+
+    def differ():
+        return [
+            not torch.allclose(a(input_ids=ids).logits, b(input_ids=ids).logits)
+            for a, b in zip(models, called, strict=True)
+        ]
+
+    assert differ() == [False] * 3
+    both, keys = QKNorm().apply(models[1]), QKNorm(queries=False).apply(models[2])
+    assert differ() == [False] * 3
+    logits = [model(input_ids=ids).logits for model in models]
+    assert not torch.allclose(logits[1], logits[0])
+    assert not torch.allclose(logits[1], logits[2])
+    both.remove()
+    keys.remove()
+    assert differ() == [False] * 3
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_weights_on_the_meta_device_are_refused_in_one_sentence(name):
     with torch.device("meta"):

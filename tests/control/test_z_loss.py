@@ -356,6 +356,50 @@ def test_gradient_checkpointing_changes_nothing(family, reentrant):
     assert_same(found, expected, tolerance=1e-5 if family == "gptj" else 1e-9)
 
 
+def in_one_backward_and_in_two(model, given, losses):
+    """Gradients of the sum of losses of one forward, and of one after the other."""
+    found = []
+    for apart in (False, True):
+        parts = losses(model(**given).logits)
+        for part in parts[:-1] if apart else ():
+            part.backward(retain_graph=True)
+        (parts[-1] if apart else sum(parts)).backward()
+        found.append(gradients(model))
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gptj"])
+def test_two_losses_of_one_forward_count_the_penalty_once(family, checkpointing):
+    model, given = ready(family), {**batch(family), "use_cache": False}
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ZLoss(STRENGTH, loss_scale=2.0).apply(model)
+    once, twice = in_one_backward_and_in_two(model, given, lambda y: (y.square().mean(), y.abs().mean()))
+    assert_same(twice, once, tolerance=1e-6)  # norms and softmax are in float32
+    assert not any(torch.equal(g, torch.zeros_like(g)) for g in once.values())
+
+
+def test_forwards_that_are_backwarded_together_count_each():
+    model, given = ready("llama"), batch("llama")
+    expected, _ = with_z_loss(model, given)
+    ZLoss(STRENGTH).apply(model)
+    (loss_of(model, given) + loss_of(model, given)).backward()
+    assert_same(gradients(model), {name: 2 * g for name, g in expected.items()})
+
+
+@pytest.mark.parametrize("family", ["llama", "gptj"])
+def test_a_gradient_of_its_gradient_is_refused_by_torch(family):
+    model, given = ready(family), batch(family)
+    ZLoss(STRENGTH).apply(model)
+    loss = loss_of(model, given)
+    weight = model.get_input_embeddings().weight
+    (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
 def test_with_a_softcap_it_is_of_the_capped_logits():
     model = ready("llama")
     Softcap(1.0).apply(model)

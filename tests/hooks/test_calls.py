@@ -7,12 +7,12 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from rivals import batch, loss_of, ready
+from rivals import Joint, batch, loss_of, ready
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from locater import observe
-from locater.control import ZLoss
+from locater.control import QKClip, ZLoss
 from locater.hooks import Interceptor, attention_sites, intercept
 from own_attention import OwnAttention
 
@@ -108,3 +108,22 @@ def test_a_call_that_belongs_to_no_module_is_let_through():
     with observe(model) as seen:
         assert torch.equal(ALL_ATTENTION_FUNCTIONS["sdpa"](nn.Module(), q, q, q, None)[0], plain)
     assert seen.table().empty
+
+
+@pytest.mark.parametrize("method", [ZLoss, QKClip, None])
+@pytest.mark.parametrize("way", ["torch's", "torch's, masked", "sdpa", "joint"])
+def test_a_batch_of_no_sequences_goes_through(method, way):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(12, 2, batch_first=True, dim_feedforward=24)
+    x, more = torch.randn(0, 6, 16 if way == "sdpa" else 12), {}
+    model = {"sdpa": OwnAttention, "joint": Joint}.get(way, lambda: layer)()
+    if way == "torch's, masked":
+        more = {"src_mask": torch.ones(6, 6).triu(1).bool()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ExitStack() as undo:
+        undo.enter_context(observe(model)) if method is None else method().apply(model, optimizer)
+        result = model(x, **more)
+        assert len(result) == 0
+        result.sum().backward()
+        optimizer.step()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from locater.control._parameters import gathered, gathered_attention, is_sharded, projections
 from locater.control.rules.decoupled import SEQUENCES, TOKENS, sampled_positions
-from locater.hooks import has_compiled
+from locater.hooks import make_hooks_noticed
 from locater.models import Attention, Norm, Projection, Rope
 
 __all__ = ["Sample", "SampledStates", "alike", "logits_of", "stackable"]
@@ -45,13 +45,13 @@ class SampledStates:
         self._modules = {attention.module: model.get_submodule(attention.module) for attention in known}
         self._samples = {attention.module: _Sampler() for attention in known if not attention.kind.endswith("cross")}
         self._users = 0  # optimizers
-        self._looked = False  # whether compiled code was made to notice the hooks
 
     def attach(self, undo: ExitStack) -> None:
         """Hooks the modules, once for all optimizers."""
         self._users += 1
         undo.callback(self._release)
         if self._users == 1:
+            make_hooks_noticed()
             self._hooks = [
                 self._modules[name].register_forward_pre_hook(sample, with_kwargs=True)
                 for name, sample in self._samples.items()
@@ -64,14 +64,6 @@ class SampledStates:
                 hook.remove()
             for sample in self._samples.values():
                 sample.last = None
-            self._looked = False
-
-    def make_noticed(self) -> None:
-        """Code that was compiled before the hooks were there does not run them: where nothing entered, it is compiled
-        anew from the next forward on."""
-        if not self._looked and has_compiled() and not self.entered():
-            torch.compiler.reset()
-        self._looked = True
 
     def entered(self) -> bool:
         """Whether any were seen."""

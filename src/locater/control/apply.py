@@ -25,6 +25,7 @@ from locater.control._groups import Groups
 from locater.control._parameters import HeldBy, attentions_with_weights, held_by, projections, unwrapped
 from locater.control._steps import Clock, Schedule
 from locater.errors import LocaterError
+from locater.hooks import make_hooks_noticed
 from locater.models import Attention
 from locater.names import plain_name
 from locater.qk import QK
@@ -57,6 +58,7 @@ class Method(ABC):
             reason = self.contradicts(entry.method) or entry.method.contradicts(self)
             if reason is not None:
                 raise LocaterError(f"{self.name} and {entry.method.name} contradict each other: {reason}")
+        make_hooks_noticed()
         with ExitStack() as undo:
             installed = self._install(model, optimizer, undo)
             return Applied(self, optimizer, undo.pop_all(), installed)

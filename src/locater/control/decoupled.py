@@ -144,7 +144,6 @@ class DecoupledLocAteR(Regulariser):
     @torch.no_grad()
     def _begin(self, optimizer: Optimizer, held: HeldBy, plan: _Plan) -> list[Bounded]:
         """The weights that the optimizer trains, and what they make of the sample, before its step."""
-        self._states.make_noticed()
         # a rate of 0 freezes, too; on a device, it is not asked for
         rates = (group.get("lr") for group in optimizer.param_groups)
         still = [isinstance(rate, int | float) and rate == 0 for rate in rates]

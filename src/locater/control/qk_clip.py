@@ -8,8 +8,11 @@ Legend: G key heads, R query heads for each.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,8 +24,9 @@ from locater.control._parameters import (
     attentions_with_weights,
     held_by,
     is_sharded,
+    projections,
     refuse_computed,
-    scale_projection_,
+    scale_,
 )
 from locater.control._steps import around_step
 from locater.control.apply import Installed, Method
@@ -66,6 +70,9 @@ class QKClip(Method):
         optimizer = self._optimizer(optimizer)
         known, held = attentions_with_weights(model, self.name), held_by(optimizer)
         refuse_computed(known, self.name, arranged=True)
+        known = [each for each in known if any(one.tensor.requires_grad for one in projections(each))]
+        if not known:
+            raise LocaterError("all query and key weights of the model are frozen; QK-clip has none to scale")
         heads = {plain_name(attention.module): _Largest.of(attention, held) for attention in known}
         by_module: dict[int, _Largest] = {}
 
@@ -105,8 +112,52 @@ class QKClip(Method):
         for one, top in zip(heads, largest.split([one.largest.numel() for one in heads]), strict=True):
             one.clipped_at = top.view_as(one.largest).to(one.largest.device)
             one.largest = torch.full_like(one.largest, -math.inf)
-            if not quiet:
-                one.clip_(self.threshold)
+        if not quiet:
+            self._scale_(heads)
+
+    def _scale_(self, heads: list[_Largest]) -> None:
+        """What several share is scaled once, as the largest of their logits asks."""
+        asked: dict[tuple[int, int], tuple[_Part, Tensor]] = {}
+        for one in heads:
+            factors = one.factors(self.threshold)
+            for place, part in one.parts.items():
+                factor = factors[part.which][..., None]
+                least = torch.minimum(factor, asked[place][1]) if place in asked else factor
+                asked[place] = part, least
+        for part, factor in asked.values():
+            scale_(part.tensor, part.view, factor, computed=part.computed)
+
+
+class _Part(NamedTuple):
+    """Entries of a parameter, which `view` shows as (G, R or 1, K, ·)."""
+
+    which: int  # 0 where they are scaled as queries, 1 as keys
+    tensor: Tensor
+    view: Callable[[Tensor], Tensor]
+    computed: bool = False
+
+    def place(self) -> tuple[int, int]:
+        """Where the entries are: the same for two parts that are the same entries."""
+        shown = self.view(torch.empty(self.tensor.shape, device="meta"))
+        return id(self.tensor), int(shown.storage_offset())
+
+
+def _parts(attention: Attention, trained: tuple[bool, bool]) -> Iterator[_Part]:
+    """What is scaled: not keys that several query heads share, where there are queries to scale."""
+    shared = (attention.query or attention.key).shape[1] > 1
+    changed = (trained[0], trained[1] and not (trained[0] and shared))
+    for index, projection in enumerate((attention.query, attention.key)):
+        if projection is not None and changed[index]:
+            yield _Part(index, projection.tensor, projection.view, projection.computed)
+            if projection.bias_tensor is not None:
+                yield _Part(index, projection.bias_tensor, partial(_column, projection.bias_view))
+    content = getattr(attention.position_keys, "content", None)
+    if content is not None and trained[0] and content.requires_grad:  # a bias of the queries, too
+        yield _Part(0, content, lambda bias: bias[..., None])
+
+
+def _column(view: Callable[[Tensor], Tensor], bias: Tensor) -> Tensor:
+    return view(bias)[..., None]
 
 
 @dataclass
@@ -117,6 +168,7 @@ class _Largest:
     trained: tuple[bool, bool]  # query, key
     largest: Tensor  # (G, R) since the last step
     clipped_at: Tensor  # at the last step
+    parts: dict[tuple[int, int], _Part] = field(default_factory=dict)  # what is scaled, by its place
     product_scale: float | None = None  # of a product that is seen by itself, once one was
 
     @classmethod
@@ -133,7 +185,9 @@ class _Largest:
             )
         shape = (attention.query or key).shape
         largest = torch.full(shape[:2], -math.inf, device=key.tensor.device)
-        return cls(attention, (trained[0], trained[1]), largest, largest.clone())
+        both = (trained[0], trained[1])
+        scaled = {part.place(): part for part in _parts(attention, both)}
+        return cls(attention, both, largest, largest.clone(), scaled)
 
     @torch.no_grad()
     def add(self, intercepted: Intercepted) -> None:
@@ -154,7 +208,7 @@ class _Largest:
         """The calls with nothing but q·k in their logits; masks become what is visible."""
         attention = self.attention
         calls = [call for one in intercepted.calls if (call := one.without_empty()) is not None]
-        if intercepted.logits is None:
+        if intercepted.logits is None or not calls:
             return [_bare(call, call.q, call.k, call.scale) for call in calls]
         call = intercepted.calls[0]
         b, h, tq, tk = call.sizes
@@ -170,21 +224,14 @@ class _Largest:
             raise LocaterError(f"QK-clip cannot tell q·k from the position bias in the logits of {attention.module}")
         return calls
 
-    def clip_(self, threshold: float) -> None:
-        """Scales the weights by what the last step's largest logits (G, R) ask for."""
+    def factors(self, threshold: float) -> tuple[Tensor, Tensor]:
+        """Of queries and keys (G, R or 1, K or 1), by what the last step's largest logits (G, R) ask for."""
         shared = self.clipped_at.shape[1] > 1
-        parts = (self.attention.query, self.attention.key)
         f_q, f_k = (one[..., None] for one in clip_factors(self.clipped_at, threshold, self.trained, shared))
         if fixed := self.attention.shared_key_rows:  # the queries' rows take the keys' part of those that stay
             own = torch.arange(self.attention.key.shape[-2], device=f_q.device) >= fixed
             f_q, f_k = torch.where(own, f_q, f_q * f_k), torch.where(own, f_k, 1.0)
-        changed = (self.trained[0], self.trained[1] and not (self.trained[0] and shared))
-        for projection, factor, change in zip(parts, (f_q, f_k), changed, strict=True):
-            if projection is not None and change:
-                scale_projection_(projection, factor, bias=True)
-        content = getattr(self.attention.position_keys, "content", None)
-        if content is not None and self.trained[0] and content.requires_grad:  # a bias of the queries, too
-            content.mul_(f_q)
+        return f_q, f_k
 
 
 def _bare(call: Call, q: Tensor, k: Tensor, scale: float | None) -> Call:

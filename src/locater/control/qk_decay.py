@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from numbers import Real
 from typing import Any
 
 import torch
@@ -67,6 +68,9 @@ class QKDecay(Method):
             )
         for group, _ in _groups(optimizer, parts.values()):
             _decoupled(optimizer, group)  # refuses what it does not know
+            if not isinstance(rate := group.get("lr"), (Real, Tensor)):  # transformers' Adafactor may make its own
+                name = type(optimizer).__name__
+                raise LocaterError(f"this {name} has no learning rate that QK weight decay could go by: lr is {rate}")
 
         decayed = list(parts.values())
         # LBFGS evaluates its closure several times a step
@@ -114,11 +118,11 @@ def _decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         return False
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
-    names = [kind.__name__ for kind in type(optimizer).__mro__]
-    for name in names:
-        if name in _DECOUPLED or name in _COUPLED:
-            return name in _DECOUPLED
+    for kind in type(optimizer).__mro__:
+        # other libraries' of the same name may decay in another way, as transformers' Adafactor does
+        if getattr(torch.optim, kind.__name__, None) is kind and kind.__name__ in _DECOUPLED | _COUPLED:
+            return kind.__name__ in _DECOUPLED
     raise LocaterError(
-        f"how {names[0]} applies its weight_decay is not known; set it to 0 for the group that holds the query and key "
-        "weights, and QK weight decay will decay them"
+        f"how {type(optimizer).__name__} applies its weight_decay is not known; set it to 0 for the group that holds "
+        "the query and key weights, and QK weight decay will decay them"
     )

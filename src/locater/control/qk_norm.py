@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 
 from locater.control._numbers import checked_positive, checked_strength
 from locater.control._parameters import (
-    add_group,
     attentions_with_weights,
-    held_by,
     owner_of,
+    projections,
     refuse_computed,
     refuse_wrapped,
 )
-from locater.control.apply import Installed, Method
+from locater.control._vectors import AddsVectors
+from locater.control.apply import Installed
 from locater.control.rules.qk_norm import EPS, normalised
 from locater.errors import LocaterError
 from locater.models import Attention, Projection
@@ -32,7 +32,7 @@ __all__ = ["QKNorm"]
 _PART = "locater_qk_norm"  # the submodule of an attention module that holds the gains
 
 
-class QKNorm(Method):
+class QKNorm(AddsVectors):
     """RMS-normalises q and k per head, with learned gains of the head's width (started at `initial_gain`) or none.
 
     With `queries=False` the keys alone, which then all have one length: half of the cost, and logits that may grow with
@@ -55,6 +55,8 @@ class QKNorm(Method):
             raise LocaterError("initial_gain is that of learned gains, which gain=False leaves out")
 
     def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
+        if self.gain:
+            self._refuse_muon(optimizer)
         known = attentions_with_weights(model, self.name)
         refuse_computed(known, self.name)
         parts = ("query", "key") if self.queries else ("key",)
@@ -75,21 +77,8 @@ class QKNorm(Method):
             modules.append(module)
             gains.extend(norm.parameters())
         if optimizer is not None and gains:
-            like = [projection.tensor for attention in known for projection in _parts(attention).values()]
-            vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-            if type(optimizer).__name__ == "Muon":
-                raise LocaterError(
-                    "Muon trains matrices, and QK-norm's gains are vectors: apply QK-norm with the optimizer of the "
-                    "other parameters, or with a list of both"
-                )
-            add_group(optimizer, gains, [*like, *vectors], self.name, undo)
+            self._train(gains, optimizer, model, known, undo)
         return Installed(modules, gains)
-
-    def _chosen(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Optimizer:
-        """Of several, the one that trains the model's vectors: its gains are vectors, too."""
-        vectors = {id(parameter) for parameter in model.parameters() if parameter.ndim < 2}
-        found = next((one for one in optimizers if vectors & held_by(one)), None)
-        return super()._chosen(model, optimizers) if found is None else found
 
 
 def _parts(attention: Attention) -> dict[str, Projection]:
@@ -129,9 +118,10 @@ class _Norm(nn.Module):
         self.eps = eps
         weight = attention.key.tensor
         width = attention.key.shape[-2]
+        trained = any(one.tensor.requires_grad for one in projections(attention))
         for part in parts:
             start = None if gain is None else torch.full((width,), gain, dtype=weight.dtype, device=weight.device)
-            self.register_parameter(part, None if start is None else nn.Parameter(start))
+            self.register_parameter(part, None if start is None else nn.Parameter(start, trained))
 
     def normalised(self, part: str, x: Tensor) -> Tensor:
         """x (G, R, K, …)."""

@@ -16,7 +16,6 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from locater.control._parameters import (
-    add_group,
     attentions_with_weights,
     gathered,
     owner_of,
@@ -26,6 +25,7 @@ from locater.control._parameters import (
     rows_of,
     scale_,
 )
+from locater.control._vectors import AddsVectors
 from locater.control.apply import Installed, Method
 from locater.control.rules.sigma_reparam import first_singular_vectors, power_iteration, row_factors, spectral_norms
 from locater.errors import LocaterError
@@ -36,7 +36,7 @@ from locater.names import plain_name
 __all__ = ["SigmaReparam"]
 
 
-class SigmaReparam(Method):
+class SigmaReparam(AddsVectors):
     """σReparam on the query and key weights (`where="qk"`), or on all linear layers (`where="all"`).
 
     γ starts at σ₁(W), from a converged estimate, so that a trained model goes on as it was. It has a group of its own
@@ -70,6 +70,7 @@ class SigmaReparam(Method):
         return None
 
     def _install(self, model: nn.Module, optimizer: Optimizer | None, undo: ExitStack) -> Installed:
+        self._refuse_muon(optimizer)
         _refuse_parametrized(model)
         known = attentions_with_weights(model, self.name)
         refuse_computed(known, self.name)
@@ -90,8 +91,7 @@ class SigmaReparam(Method):
             undo.callback(_bake, target.module, target.name)
             gammas.append(sigma.gamma)
         if optimizer is not None:
-            like = [projection.tensor for attention in known for projection in projections(attention)]
-            add_group(optimizer, gammas, like, self.name, undo)
+            self._train(gammas, optimizer, model, known, undo)
 
         def measure() -> dict[str, float]:
             return {

@@ -26,7 +26,7 @@ class ZLoss(Method):
     """strength · mean logsumexp² of the logits of each attention module, in training mode.
 
     The logsumexp is of what softmax is given: scaled, capped, biased, masked. Queries that are padding, where the masks
-    show it, do not count; calls of one module in several forwards each count.
+    show it, do not count; calls of one module in several forwards each count, once: in the first backward.
 
     `loss_scale` is what the loss is multiplied by before backward, a number or a function that gives it: 1/n where
     the loop divides by n accumulated batches, `scaler.get_scale` with a GradScaler. The penalty's gradient is

@@ -8,7 +8,7 @@ An intercepted `Call` is queries, keys, and which keys are masked, whatever the 
 """
 
 from locater.hooks._calls import Call, of_multihead, of_stack
-from locater.hooks._compiling import HOW, has_compiled, untraced
+from locater.hooks._compiling import HOW, has_compiled, make_hooks_noticed, untraced
 from locater.hooks._interceptor import Intercepted, Interceptor, hidden_states, in_backward, intercept, of_queries
 from locater.hooks._parallel import first_head
 from locater.hooks._patching import Patch, patch
@@ -43,6 +43,7 @@ __all__ = [
     "in_backward",
     "intercept",
     "interface_site",
+    "make_hooks_noticed",
     "of_multihead",
     "of_queries",
     "of_stack",

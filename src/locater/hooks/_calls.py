@@ -63,7 +63,12 @@ class Call:
         return replace(self, q=self.q.detach(), k=self.k.detach(), sinks=sinks)
 
     def without_empty(self) -> Call | None:
-        """Without the sequences that are nothing but padding; of several members all stay, for each to have as many."""
+        """Without the sequences that are nothing but padding; of several members all stay, for each to have as many.
+
+        None where nothing is left, or nothing was there: torch's modules take batches of no sequences.
+        """
+        if 0 in self.sizes:
+            return None
         if self.real is None or self.members > 1:
             return self
         kept = self.real.any(1)
@@ -299,7 +304,7 @@ def _without_matrix(call: Call, mask: Tensor, attends: Tensor, window: int | Non
     assert call.real is not None
     counts = call.real[:, None, :, None]  # padded queries may attend to anything
     # some queries at a time: the mask may be the largest tensor there is, and a comparison makes several of its size
-    step = max(1, _COMPARED // (b * tk))
+    step = max(1, _COMPARED // max(1, b * tk))
     blocks = [slice(start, min(start + step, tq)) for start in range(0, tq, step)]
     if not all(_only_masks(mask if mask.shape[2] == 1 else mask[:, :, rows]) for rows in blocks):
         return None

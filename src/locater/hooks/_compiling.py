@@ -1,7 +1,8 @@
 """Where torch.compile stands: what of a model it has compiled, and code that it is to call and not to compile.
 
 Compiled code checks, before it runs, that the functions it found in tables are still there: a table whose entry we
-replace is noticed, and the code is compiled anew around ours. It does not check for hooks, or for functions of classes.
+replace is noticed, and the code is compiled anew around ours. It does not check for functions of classes, nor for hooks
+unless it is told to.
 """
 
 from __future__ import annotations
@@ -33,6 +34,17 @@ def compiled_parts(model: nn.Module) -> set[int]:
         return set()
     compiled = [m for m in model.modules() if isinstance(m, dynamo.OptimizedModule) or m._compiled_call_impl]
     return {id(part) for module in compiled for part in module.modules()}
+
+
+def make_hooks_noticed() -> None:
+    """Lets compiled code check which hooks a module has. Else what was compiled for one model runs for another that has
+    the same layers and other hooks, or for the same before and after it is hooked, without a word."""
+    from torch._dynamo import config
+
+    if config.skip_nnmodule_hook_guards:
+        config.skip_nnmodule_hook_guards = False
+        if has_compiled():  # and does not check
+            torch.compiler.reset()
 
 
 def has_compiled() -> bool:

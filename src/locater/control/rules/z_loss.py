@@ -22,7 +22,7 @@ def squared(logsumexp: Tensor, counted: Tensor | None = None) -> tuple[Tensor, T
 
 
 def penalised(carrier: Tensor, penalty: Tensor, loss_scale: LossScale = 1.0) -> Tensor:
-    """The carrier as it is, through which backward reaches a penalty besides: its gradient joins the loss's."""
+    """The carrier as it is, through which backward reaches a penalty besides: its gradient joins the first loss's."""
     carried: Tensor = _Penalised.apply(carrier, penalty, loss_scale)  # type: ignore[no-untyped-call]
     return carried
 
@@ -30,11 +30,15 @@ def penalised(carrier: Tensor, penalty: Tensor, loss_scale: LossScale = 1.0) -> 
 class _Penalised(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, penalty: Tensor, loss_scale: LossScale) -> Tensor:
-        ctx.loss_scale, ctx.like = loss_scale, (penalty.dtype, penalty.device)
+        ctx.loss_scale, ctx.like, ctx.has_joined = loss_scale, (penalty.dtype, penalty.device), False
         return carrier.view_as(carrier)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, None]:
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor | None, None]:
+        if ctx.has_joined:  # another loss of the same forward
+            return gradients[0], None, None
+        ctx.has_joined = True
         scale = ctx.loss_scale() if callable(ctx.loss_scale) else ctx.loss_scale
         dtype, device = ctx.like
         return gradients[0], torch.full((), float(scale), dtype=dtype, device=device), None
