@@ -151,7 +151,7 @@ def test_a_batch_holds_what_a_loop_over_the_stream_finds(folder: Path, tokens: i
         block = list(range(b * tokens, min((b + 1) * tokens, len(stream))))
         padding = [PAD] * (tokens - len(block))
         assert targets[b].tolist() == [stream[i] for i in block] + padding
-        assert inputs[b].tolist() == [stream[i - 1] if i else EOS for i in block] + padding
+        assert inputs[b].tolist() == [stream[i - 1] for i in block] + padding
     assert targets[targets != PAD].tolist() == stream
     assert inputs.dtype == targets.dtype == np.int64
     assert inputs.flags.writeable
@@ -163,6 +163,14 @@ def test_inputs_are_targets_one_step_later_across_the_edges_of_blocks(folder: Pa
     inputs, targets = corpus.batch("train", np.arange(5), 3)
     assert inputs.ravel()[0] == EOS
     np.testing.assert_array_equal(inputs.ravel()[1:], targets.ravel()[:-1])
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_no_input_of_bytes_is_a_token_that_the_text_does_not_have(split: str) -> None:
+    """Its embedding would be one that nothing has trained, and its logits mean nothing."""
+    corpus = load_corpus(unit="bytes")
+    inputs, _ = corpus.batch(split, range(4), 64)
+    assert set(inputs.ravel().tolist()) <= set(corpus.splits[split].tolist())
 
 
 def test_blocks_come_in_the_order_asked_for_and_minus_one_is_empty(folder: Path) -> None:

@@ -98,7 +98,7 @@ def test_every_epoch_takes_every_block_once_in_an_order_of_the_members_own(corpu
 
 
 def test_blocks_are_the_corpus_own(corpus):
-    blocks = TokenBlocks(corpus.splits["train"], 8, corpus.words.index("</s>"), torch.device("cpu"))
+    blocks = TokenBlocks(corpus.splits["train"], 8, torch.device("cpu"))
     assert blocks.count == corpus.blocks("train", 8)
     chosen = [0, 3, blocks.count - 1, -1]
     inputs, targets = blocks(torch.tensor([[0, 3, blocks.count - 1, blocks.count]]))

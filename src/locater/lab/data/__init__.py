@@ -65,7 +65,8 @@ class Corpus:
         """Inputs and targets of these blocks, (B, T) each; index −1 is an empty block, to fill up a last batch.
 
         Blocks cut the stream as fairseq's sample_break_mode none does: the input beside a target is the token before
-        it, across the block's edge too, and `</s>` before the first of all. Where a block is short, both are `<pad>`.
+        it, across the block's edge too. Before the first of all stands the last, which of words is `</s>`, as with
+        fairseq; in bytes `</s>` would be a token that nothing else trains. Where a block is short, both are `<pad>`.
         """
         stream, blocks = self._stream(split), self.blocks(split, tokens)
         chosen = np.asarray(indices)  # (B,)
@@ -76,7 +77,7 @@ class Corpus:
             raise LocaterError(f"{split} has blocks 0 to {blocks - 1} of {tokens} tokens, and −1; there is no {wrong}")
         starts = chosen.astype(np.int64)[:, None] * tokens
         window = starts + np.arange(-1, tokens)  # (B, T + 1)
-        drawn = np.where(window < 0, EOS, stream.take(window, mode="clip"))
+        drawn = stream.take(window, mode="wrap")
         inside = (starts >= 0) & (window[:, 1:] < len(stream))  # (B, T)
         inputs, targets = (np.where(inside, side, PAD).astype(np.int64) for side in (drawn[:, :-1], drawn[:, 1:]))
         return inputs, targets

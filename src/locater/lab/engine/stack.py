@@ -19,7 +19,7 @@ from torch.nn import functional
 from locater.control import penalty_gradient
 from locater.errors import LocaterError
 from locater.lab.config import Config, Member
-from locater.lab.data import EOS, PAD, Corpus
+from locater.lab.data import PAD, Corpus
 from locater.lab.engine._recorders import Begin, Recorders
 from locater.lab.engine._validation import attention_metrics, valid_loss
 from locater.lab.engine.heads import query_key_matrix, split_qkv
@@ -59,12 +59,12 @@ def check_sizes(config: Config, corpus: Corpus) -> None:
 class TokenBlocks:
     """A split as blocks of T tokens on the training device; block n, one past the last, is empty."""
 
-    def __init__(self, stream: np.ndarray[Any, Any], tokens: int, first: int, device: torch.device) -> None:
+    def __init__(self, stream: np.ndarray[Any, Any], tokens: int, device: torch.device) -> None:
         self.tokens = tokens
         self.count = -(-len(stream) // tokens)
         self.whole = len(stream) // tokens  # those that are full
         padded = np.full((self.count + 1) * tokens + 1, PAD, dtype=np.int64)
-        padded[0] = first  # what stands before the first token
+        padded[0] = stream[-1]  # what stands before the first token (`Corpus.batch`)
         padded[1 : len(stream) + 1] = stream
         self._stream = torch.from_numpy(padded).to(device)
         self._within = torch.arange(tokens, device=device)
@@ -85,7 +85,7 @@ class Stack:
         check_sizes(config, corpus)
         self._wide = torch.promote_types(_DTYPES[config.precision], torch.float32)  # what is summed up and updated
         self.train, self.valid = (
-            TokenBlocks(corpus.splits[split], config.model.tokens, EOS, device) for split in ("train", "valid")
+            TokenBlocks(corpus.splits[split], config.model.tokens, device) for split in ("train", "valid")
         )
         self.segments = self._initial_segments(len(corpus.words))
         self.method = method_for(config, self.members, self._settings("strength"))
