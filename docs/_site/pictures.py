@@ -1,6 +1,7 @@
 """The pictures of docs/images that the package draws: python docs/_site/pictures.py
 
-spectra, regimes and figure-3 to -7 are those of `locater figure`, collapse.png is made by the code of docs/tutorial.md.
+spectra, regimes and figure-3 to -7 are those of `locater figure`, collapse.png is made by the code of docs/tutorial.md,
+arena-pre and arena-laptop are drawn from results/ as `locater arena` draws them.
 All are brought down to 256 colours, which a plot does not exceed by much; with the names of PNG files, only that is
 done to them.
 """
@@ -15,7 +16,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from locater.figures import draw
+from locater.figures import draw, draw_arena
+from locater.lab.arena import ARENAS as KNOWN_ARENAS
+from locater.lab.arena import read_arena
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "docs" / "images"
@@ -23,6 +26,7 @@ RUNS = ROOT / "results" / "paper-d128-l1"
 FIGURES: dict[int | str, Path | None] = {
     "spectra": None, "regimes": None, 3: None, 4: None, 5: None, 6: RUNS, 7: RUNS,
 }  # fmt: skip
+ARENAS = ("pre", "laptop")
 
 
 def main() -> None:
@@ -30,8 +34,17 @@ def main() -> None:
         folder = Path(name)
         drawn = [draw(which, folder, runs=runs)[0] for which, runs in FIGURES.items()]
         tutorial(folder)
-        for picture in (*drawn, folder / "collapse.png"):
+        for picture in (*drawn, *arenas(folder), folder / "collapse.png"):
             shrink(picture, IMAGES / picture.name)
+
+
+def arenas(folder: Path) -> list[Path]:
+    made = []
+    for name in ARENAS:
+        arena, models = KNOWN_ARENAS[name], read_arena(ROOT / "results" / f"arena-{name}")
+        picture = draw_arena(models, arena.about, arena.config.unit, folder)[0]
+        made.append(picture.rename(folder / f"arena-{name}.png"))
+    return made
 
 
 def tutorial(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The tables of docs/ that are made of results/ by training with locater's methods: python docs/_site/tables.py
 
 The arenas in docs/arena.md, fine-tuning in docs/locater.md and interventions in docs/cause.md; tests compare the pages
-with these tables. A number of a method whose formula has changed since is marked †.
+with these tables. A number of a method whose formula has changed since is marked †, a time by what was timed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import arena_llama  # noqa: E402
 import finetune_smollm2  # noqa: E402
-from locater.lab.arena import CONTENDERS, outdated, read_arena, summary  # noqa: E402
+from locater.lab.arena import CONTENDERS, outdated, outdated_costs, read_arena, summary  # noqa: E402
 from locater.lab.claims import effects  # noqa: E402
 
 STACKED = {
@@ -35,12 +35,12 @@ CELLS = {
 
 def stacked() -> list[str]:
     """A row a contender at its default strength; in nats a word, or bits a byte."""
-    tables, old = {}, {}
+    tables, old, timed = {}, {}, {}
     for name in STACKED:
         models = read_arena(RESULTS / f"arena-{name}")
         models = models.assign(loss=models.loss / (1.0 if name == "words" else math.log(2)))
         tables[name] = summary(models).set_index("contender")
-        old[name] = outdated(RESULTS / f"arena-{name}")
+        old[name], timed[name] = (which(RESULTS / f"arena-{name}") for which in (outdated, outdated_costs))
     columns = [(arena, quantity) for arena, quantities in STACKED.items() for quantity in quantities]
     head = ["", "at inference", "strength", *(f"{arena}: {quantity}" for arena, quantity in columns)]
     lines = ["| " + " | ".join(head).lstrip() + " |", "|---" * len(head) + "|"]
@@ -51,7 +51,7 @@ def stacked() -> list[str]:
             cells[1:] = "–", "–"
         for arena, quantity in columns:
             there = name in tables[arena].index
-            mark = " †" if there and name in old[arena] else ""
+            mark = " †" if there and name in (timed if quantity == "× none" else old)[arena] else ""
             cells.append(CELLS[quantity](tables[arena].loc[name]) + mark if there else "–")
         lines.append("| " + " | ".join(cells) + " |")
     return lines

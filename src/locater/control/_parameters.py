@@ -213,13 +213,6 @@ def add_part_(target: Tensor, projection: Projection, amount: float | Tensor) ->
         projection.view(target).add_(projection.view(source) * amount)
 
 
-def scale_projection_(projection: Projection, factor: Tensor, *, bias: bool) -> None:
-    """Multiplies W, and its bias if wanted, by `factor` (G, R or 1, K or 1): the projected vectors of each head."""
-    scale_(projection.tensor, projection.view, factor[..., None], computed=projection.computed)
-    if bias and projection.bias_tensor is not None:
-        scale_(projection.bias_tensor, projection.bias_view, factor)
-
-
 def rows_of(projection: Projection) -> tuple[Tensor, int]:
     """The outputs of the stored weight that are this projection's, and the dimension that outputs are stored along."""
     shape = projection.tensor.shape

@@ -22,7 +22,7 @@ from locater.control._parameters import (
     held_by,
     projections,
     refuse_computed,
-    scale_projection_,
+    scale_,
 )
 from locater.control._steps import around_step
 from locater.control.apply import Installed, Method
@@ -96,7 +96,7 @@ class QKDecay(Method):
                 factors = torch.ones(1, 1, 1, dtype=dtype, device=tensor.device) * factor
                 if overflow is not None:
                     factors = torch.where(overflow.to(tensor.device) > 0, torch.ones_like(factors), factors)
-                scale_projection_(projection, factors, bias=False)
+                scale_(projection.tensor, projection.view, factors[..., None], computed=projection.computed)
                 if own and not decoupled:  # it will add own · W to the gradient next: that is taken from it
                     grad_scale = getattr(optimizer, "grad_scale", None)
                     amount = own * (1.0 if grad_scale is None else grad_scale)
