@@ -387,8 +387,9 @@ def test_lightning_takes_one_form_of_a_model_once_and_both_beside_each_other(for
     train(Module(model), tmp_path, [LightningCallback(each(model)) for each in FORMS.values()])
 
 
+@pytest.mark.parametrize("callback", [LocAteRCallback, LightningCallback], ids=["Hugging Face", "Lightning"])
 @pytest.mark.parametrize("wrong", [QKClip(), LocAteR, None], ids=["QKClip", "the class", "nothing"])
-def test_a_lightning_callback_takes_nothing_else(wrong):
+def test_a_callback_takes_nothing_else(callback, wrong):
     said = f"LocAteRCallback takes a LocAteR(model, …) or a DecoupledLocAteR(model), got {type(wrong).__name__}"
     with pytest.raises(LocaterError, match=f"^{re.escape(said)}$"):
-        LightningCallback(wrong)
+        callback(wrong)

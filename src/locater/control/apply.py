@@ -30,7 +30,7 @@ from locater.models import Attention
 from locater.names import plain_name
 from locater.qk import QK
 
-__all__ = ["Applied", "Installed", "LocAteRForm", "Method", "Regulariser", "applied"]
+__all__ = ["Applied", "Installed", "LocAteRForm", "Method", "Regulariser", "applied", "check_is_regulariser"]
 
 
 class Method(ABC):
@@ -263,6 +263,13 @@ def traces(module: str, qk: QK) -> dict[str, float]:
     return {
         f"{plain_name(module)}/{name}": float(value.mean()) for name, value in (values | {"scale": qk.scale()}).items()
     }
+
+
+def check_is_regulariser(given: Any) -> None:
+    """For the callbacks of trainers."""
+    if not isinstance(given, Regulariser):
+        kind = type(given).__name__
+        raise LocaterError(f"LocAteRCallback takes a LocAteR(model, …) or a DecoupledLocAteR(model), got {kind}")
 
 
 class LocAteRForm(Method):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from locater.control.apply import check_is_regulariser
 from locater.control.decoupled import DecoupledLocAteR
 from locater.control.locater import LocAteR
 from locater.errors import LocaterError, require
@@ -27,9 +28,7 @@ class LocAteRCallback(ForHuggingFace, TrainerCallback):
     """
 
     def __init__(self, regulariser: LocAteR | DecoupledLocAteR, *, per_module: bool = True) -> None:
-        if not isinstance(regulariser, LocAteR | DecoupledLocAteR):
-            kind = type(regulariser).__name__
-            raise LocaterError(f"LocAteRCallback takes a LocAteR(model, …) or a DecoupledLocAteR(model), got {kind}")
+        check_is_regulariser(regulariser)
         self.regulariser = regulariser
         self.per_module = per_module
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from locater.control._parameters import HeldBy, held_by, unwrapped
 from locater.control._steps import around_step
+from locater.control.apply import check_is_regulariser
 from locater.control.decoupled import DecoupledLocAteR
 from locater.control.locater import LocAteR
 from locater.errors import LocaterError, require
@@ -40,9 +41,7 @@ class LocAteRCallback(ForLightning, lightning.Callback):
     """
 
     def __init__(self, regulariser: LocAteR | DecoupledLocAteR, *, per_module: bool = True) -> None:
-        if not isinstance(regulariser, LocAteR | DecoupledLocAteR):
-            kind = type(regulariser).__name__
-            raise LocaterError(f"LocAteRCallback takes a LocAteR(model, …) or a DecoupledLocAteR(model), got {kind}")
+        check_is_regulariser(regulariser)
         self.regulariser = regulariser
         self.per_module = per_module
         self._held: dict[int, HeldBy] = {}
