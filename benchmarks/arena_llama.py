@@ -13,22 +13,22 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import json
 import math
 import os
 import re
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from torch import nn
 
+from _runs import add_line, claim, read_lines, somebody_trains
 from _versions import MARK, newest, outdated, versioned
 from locater import observe
 from locater.control import DecoupledLocAteR, QKClip, QKNorm
@@ -58,11 +58,18 @@ class Run:
 
 def plan(known: list[tuple[Run, dict]]) -> Iterator[Run]:
     """All comparisons, in the order in which they are trained; some are at the rate that is best without protection."""
+    yield from planned(best_rates(known))
+
+
+def planned(best: dict[str, float | None]) -> Iterator[Run]:
+    longest = [Run(method, "AdamW", 1e-3, 0, LONG) for method in ("none", "LocAteR", "QK-norm")]
+    found = None not in best.values()
+    if found:  # nothing waits for the others: the longest begin first, and processes end together
+        yield from longest
     for optimizer, rates in RATES.items():
         for rate in rates:
             for seed in SEEDS:
                 yield from (Run(method, optimizer, rate, seed) for method in ("none", "LocAteR"))
-    best = {optimizer: best_rate(optimizer, known) for optimizer in RATES}
     for optimizer, rate in best.items():
         if rate is not None:
             for seed in MORE_SEEDS:
@@ -73,9 +80,13 @@ def plan(known: list[tuple[Run, dict]]) -> Iterator[Run]:
                 yield from (Run(method, optimizer, rate, seed) for method in ("QK-norm", "keys alone"))
     for method, optimizer in (("keys alone, LocAteR", "AdamW"), ("QK-clip", "AdamW"), ("QK-clip", "Muon")):
         yield from (Run(method, optimizer, rate, seed) for seed in SEEDS if (rate := best[optimizer]) is not None)
-    for method in ("none", "LocAteR", "QK-norm"):
-        yield Run(method, "AdamW", 1e-3, 0, LONG)
-        yield Run(method, "AdamW", 1e-3, 0, unit="words")
+    yield from (Run(method, "AdamW", 1e-3, 0, unit="words") for method in ("none", "LocAteR", "QK-norm"))
+    if not found:
+        yield from longest
+
+
+def best_rates(known: list[tuple[Run, dict]]) -> dict[str, float | None]:
+    return {optimizer: best_rate(optimizer, known) for optimizer in RATES}
 
 
 def best_rate(optimizer: str, known: list[tuple[Run, dict]]) -> float | None:
@@ -243,30 +254,34 @@ class Trainer:
 
 def missing(path: Path, only: str) -> tuple[Run, FileLock] | None:
     """The next run that is neither trained nor being trained by another process, which is kept from it."""
-    known = read(path)
-    for run in plan(known):
-        if run in done(known) or not re.match(only, run.name):
-            continue
-        lock = FileLock(path.parent / "running" / f"{re.sub('[^a-zA-Z0-9.]+', '-', run.name)}.lock")
-        with suppress(Timeout):
-            lock.acquire(timeout=0)
-            if run not in done(read(path)):
-                return run, lock
-            lock.release()
-    return None
+    runs = (run for run in plan(read(path)) if re.match(only, run.name))
+    return claim(path.parent, runs, lambda: done(read(path)), lambda run: run.name)
+
+
+def more_to_come(known: list[tuple[Run, dict]], only: str) -> bool:
+    """Whether runs that match are planned once all best rates are known, whichever they are."""
+    best = best_rates(known)
+    cases = product(*(RATES[optimizer] if rate is None else [rate] for optimizer, rate in best.items()))
+    later = {run for case in cases for run in planned(dict(zip(best, case, strict=True)))}
+    return any(re.match(only, run.name) for run in later.difference(planned(best)))
 
 
 def run_all(folder: Path, only: str, minutes: float) -> None:
-    """Several processes may share a folder. Where the best rate is not known yet, it is waited for."""
-    (folder / "running").mkdir(parents=True, exist_ok=True)
+    """Several processes may share a folder. Where a best rate is not known yet, it is waited for while others train."""
     path, end = folder / "runs.jsonl", time.monotonic() + 60 * minutes
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.cache_size_limit = 64
-    texts, trainers = {}, {}
+    texts, trainers, alone = {}, {}, 0
     while time.monotonic() < end:
         found = missing(path, only)
         if found is None:
-            if all(best_rate(optimizer, read(path)) is not None for optimizer in RATES):
+            known = read(path)
+            if None not in best_rates(known).values():
+                return
+            alone = 0 if somebody_trains(folder) else alone + 1  # twice: others may be between two runs
+            if alone > 1 or not more_to_come(known, only):
+                print("nothing else that matches can be trained before the best rates without protection are known, "
+                      "which runs without --only, or with --only none, find", flush=True)  # fmt: skip
                 return
             time.sleep(5)
             continue
@@ -277,8 +292,7 @@ def run_all(folder: Path, only: str, minutes: float) -> None:
             if (run.method, run.unit) not in trainers:
                 trainers[run.method, run.unit] = Trainer(run.method, texts[run.unit])
             line = trainers[run.method, run.unit](run)
-            with path.open("a") as file:
-                file.write(json.dumps(versioned(line)) + "\n")
+            add_line(path, versioned(line))
         finally:
             lock.release()
         print(f"{run.name}: {line['loss']:.4f} nats, largest logit {line['largest_logit']:.0f}, "
@@ -290,9 +304,8 @@ def run_all(folder: Path, only: str, minutes: float) -> None:
 
 
 def read(path: Path) -> list[tuple[Run, dict]]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     names = tuple(Run.__dataclass_fields__)
-    return [(Run(**{name: line[name] for name in names}), line) for line in newest(lines, names)]
+    return [(Run(**{name: line[name] for name in names}), line) for line in newest(read_lines(path), names)]
 
 
 def done(known: list[tuple[Run, dict]]) -> set[Run]:

@@ -6,7 +6,7 @@
 All weights, or LoRA of rank 16 on the projections of attention. Without protection at four rates finds the best of them
 on one seed; there, at three and at ten times it, three seeds without protection, with LocAteR from the checkpoint's own
 spread, with QK-clip and with decay of W_Q and W_K (these two do not act on LoRA). Text: WikiText-2 in $LOCATER_DATA;
-loss on its validation part; alarms of a log of attention, every tenth update.
+loss on its validation part; alarms of a log of attention, every tenth update. Processes may share a folder.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from _runs import add_line, claim, read_lines
 from _versions import MARK, newest, outdated, versioned
 from locater.control import DecoupledLocAteR, QKClip, QKDecay
 from locater.measure.logs import AttentionLog
@@ -54,10 +56,20 @@ class Size:
     tokens: int
     lora: bool = False
 
+    def __str__(self) -> str:
+        return f"{'LoRA, ' if self.lora else ''}{self.updates} updates of {self.batch} × {self.tokens}"
+
     def factor(self, update: int) -> float:
         """Warm-up over a tenth, then down to nothing along a line."""
         warm = self.updates // 10
         return min((update + 1) / warm, (self.updates - update) / (self.updates - warm))
+
+
+SIZE = tuple(field.name for field in fields(Size))
+
+
+def size_of(line: dict) -> Size:
+    return Size(**{name: line[name] for name in SIZE})
 
 
 class Task:
@@ -129,37 +141,60 @@ class Task:
 
 
 def plan(known: list[dict], lora: bool) -> Iterator[tuple[str, float, int]]:
-    rates = LORA_RATES if lora else RATES
-    for rate in rates:
+    """Of what is known of one size; without the best rate no more than the runs that find it."""
+    for rate in LORA_RATES if lora else RATES:
         yield "none", rate, 0
-    first = [line for line in known if line["method"] == "none" and line["seed"] == 0 and line["rate"] in rates]
-    best = min(first, key=lambda line: line["loss"] if math.isfinite(line["loss"]) else math.inf)["rate"]
+    best = best_rate(known, lora)
+    if best is None:
+        return
     for methods in (("none", "LocAteR"),) if lora else (("none", "LocAteR", "QK-clip"), ("decay",)):
         for times in (3, 1, 10):
             for seed in SEEDS:
                 yield from ((method, times * best, seed) for method in methods)
 
 
+def best_rate(known: list[dict], lora: bool) -> float | None:
+    """Of the lowest loss without protection, once all rates are known."""
+    losses = {line["rate"]: line["loss"] for line in known if line["method"] == "none" and line["seed"] == 0}
+    rates = LORA_RATES if lora else RATES
+    if not losses.keys() >= set(rates):
+        return None
+    return min(rates, key=lambda rate: losses[rate] if math.isfinite(losses[rate]) else math.inf)
+
+
 def read(folder: Path) -> list[dict]:
-    path = folder / "runs.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return newest(lines, ("method", "rate", "seed"))
+    return newest(read_lines(folder / "runs.jsonl"), ("method", "rate", "seed", *SIZE))
 
 
-def missing(folder: Path, lora: bool) -> tuple[str, float, int] | None:
-    known = read(folder)
-    done = {(line["method"], line["rate"], line["seed"]) for line in known if not outdated(line)}
-    return next((run for run in plan(known, lora) if run not in done), None)
+def of_size(folder: Path, size: Size) -> list[dict]:
+    return [line for line in read(folder) if size_of(line) == size]
+
+
+def missing(folder: Path, size: Size) -> tuple[tuple[str, float, int], FileLock] | None:
+    """The next run of this size that is neither trained nor being trained by another process, which is kept from it."""
+
+    def done() -> set[tuple[str, float, int]]:
+        return {(line["method"], line["rate"], line["seed"]) for line in of_size(folder, size) if not outdated(line)}
+
+    return claim(folder, plan(of_size(folder, size), size.lora), done, lambda run: f"{run}, {size}")
 
 
 def run_all(folder: Path, file: Path, size: Size, minutes: float) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
     task, end = Task(file, size), time.monotonic() + 60 * minutes
-    while (run := missing(folder, size.lora)) is not None and time.monotonic() < end:
-        found = task(*run)
-        with (folder / "runs.jsonl").open("a") as lines:
-            lines.write(json.dumps(versioned(found)) + "\n")
+    while time.monotonic() < end:
+        claimed = missing(folder, size)
+        if claimed is None:
+            if best_rate(of_size(folder, size), size.lora) is not None:
+                return
+            time.sleep(5)  # another process trains without protection, which says what comes next
+            continue
+        run, lock = claimed
+        try:
+            found = task(*run)
+            add_line(folder / "runs.jsonl", versioned(found))
+        finally:
+            lock.release()
         print(f"{run}: {found['loss']:.4f} nats, largest logit {found['largest_logit']:.0f}, "
               f"{len(found['alarms'])} alarms, {found['seconds']:.1f} s", flush=True)  # fmt: skip
 
@@ -168,15 +203,17 @@ def table(folder: Path) -> list[str]:
     """In Markdown: the held-out nats a token of each seed, their mean, and what attention did."""
     known = read(folder)
     lines = ["| rate | method | seed 0, 1, 2 | mean | largest logit | alarms |", "|---|---|---|---|---|---|"]
-    for rate in sorted({line["rate"] for line in known}):
+    sizes = list(dict.fromkeys(map(size_of, known)))
+    for size, rate in ((size, rate) for size in sizes for rate in sorted({line["rate"] for line in known})):
         for method in METHODS:
-            here = [line for line in known if (line["rate"], line["method"]) == (rate, method)]
+            here = [line for line in known if (size_of(line), line["rate"], line["method"]) == (size, rate, method)]
             if here:
                 losses = [line["loss"] for line in sorted(here, key=lambda line: line["seed"])]
                 each, mean = ", ".join(f"{loss:.3f}" for loss in losses), f"{statistics.mean(losses):.3f}"
                 largest, alarms = max(line["largest_logit"] for line in here), sum(len(line["alarms"]) for line in here)
                 name = f"{method} {MARK}" if any(map(outdated, here)) else method
-                lines.append(f"| {rate:g} | {name} | {each} | {mean} | {largest:.0f} | {alarms} |")
+                what = f"{rate:g}, {size}" if len(sizes) > 1 else f"{rate:g}"
+                lines.append(f"| {what} | {name} | {each} | {mean} | {largest:.0f} | {alarms} |")
     return lines
 
 

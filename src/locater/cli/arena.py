@@ -49,7 +49,7 @@ def arena_command(
 ) -> None:
     """Train a decoder at rising learning rates with LocAteR and with its rivals; a table, and a figure."""
     from locater.figures import draw_arena
-    from locater.lab.arena import ARENAS, CONTENDERS, read_arena, run_arena, summary
+    from locater.lab.arena import ARENAS, CONTENDERS, finished, read_arena, run_arena, summary
 
     if listed:
         terminal.out().print(terminal.table([{"arena": key, "is": one.about} for key, one in ARENAS.items()], ""))
@@ -77,7 +77,8 @@ def arena_command(
         run_arena(arena, folder, device=device, watch=watch)
     models = read_arena(folder, arena.contenders)
     tables = {which: summary(models, which) for which in (("default", "best") if arena.tuned else ("default",))}
-    pictures = draw_arena(models, arena.about, arena.config.unit, folder)
+    # those too that are there from other commands: the folder has one figure
+    pictures = draw_arena(read_arena(folder, finished(folder)), arena.about, arena.config.unit, folder)
     if json_file is not None:
         value: dict[str, Any] = {"arena": name, "config": arena.config.to_json(), "folder": str(folder)}
         frames = {"models": models, **tables}

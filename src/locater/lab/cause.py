@@ -106,11 +106,12 @@ def design(
     layers: int = 1,
     kappa_2: float = 1.0,
     thorough: bool = True,
+    first: float = 0.1,
 ) -> Design:
     """Everything held at these levels, every control; with several layers LocAteR on each of them alone, too.
 
     `thorough`: also LocAteR's pull on the trace alone, and noise with the entropy of no LocAteR, since noise changes
-    entropy as well.
+    entropy as well. `first` is the part of training that is the "first tenth": more than that of a shorter one.
     """
     of_locater, of_none = Intervention(entropy_of="locater"), Intervention(entropy_of="none")
     held = {
@@ -130,7 +131,7 @@ def design(
         Condition("trace-flipped", kappa_2, target=-1.0),
         Condition("noise", intervention=Intervention(noise_of="locater")),
         Condition("noise-one-way", intervention=Intervention(noise_of="locater", noise_fixed=True)),
-        Condition("locater-first-tenth", kappa_2, intervention=Intervention(until=0.1)),
+        Condition("locater-first-tenth", kappa_2, intervention=Intervention(until=first)),
         Condition("decay-times-10", decay=10.0),
         *(Condition(name, kappa_2, intervention=Intervention(layers=(layer,))) for layer, name in enumerate(alone)),
         *(more if thorough else ()),

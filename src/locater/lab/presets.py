@@ -66,11 +66,12 @@ PRESETS: dict[str, Preset] = {
         design(entropies=(2.25, 2.5, 2.6, 2.7), traces=(0.0, 1.0, 4.0), scales=(6.0, 12.0, 24.0)),
         "the paper's model, d = 128, one layer",
     ),
-    # the learning rate is constant, so that these are the first updates of the preset above
+    # the learning rate is constant, so that these are the first updates of the preset above; with a quarter of them
+    # "locater-first-tenth" ends where it does there, at update 5,000
     "cause-d128-l1-early": _cause(
         1,
         "post",
-        design(entropies=(), traces=(), scales=()),
+        design(entropies=(), traces=(), scales=(), first=0.25),
         "the same, the controls alone, 20,000 updates",
         steps=20_000,
     ),

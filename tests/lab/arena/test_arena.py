@@ -19,6 +19,7 @@ from locater.figures import draw_arena
 from locater.figures._arena import against_rate
 from locater.lab.arena import ARENAS, CONTENDERS, outdated, read_arena, run_arena, summary
 from locater.lab.config import METHOD_NAMES
+from locater.lab.engine.methods import METHODS
 from markdown_pages import ROOT
 
 SMALL = replace(
@@ -361,6 +362,21 @@ def test_the_tables_in_the_docs_are_those_of_the_results(monkeypatch):
             assert "\n".join(table) + "\n\n" in text, f"{page}: python docs/_site/tables.py"
 
 
+def test_a_time_and_a_loss_are_marked_each_by_the_version_it_is_of(monkeypatch, tmp_path):
+    """A contender that was trained again keeps the mark at a time that was not taken again."""
+    shutil.copytree(ROOT / "results" / "arena-pre", tmp_path / "arena-pre")
+    path = tmp_path / "arena-pre" / "locater-auto" / "sweep.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rule": METHODS["locater-auto"].version}))
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_site")
+    tables = importlib.import_module("tables")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "STACKED", {"pre": ("× none", "loss")})
+    marked = {line.split(" | ")[0]: [cell.endswith("†") for cell in line.strip("| ").split(" | ")[-2:]]
+              for line in tables.stacked()[2:]}  # fmt: skip
+    assert marked.pop("| LocAteR, auto") == [True, False]
+    assert set(map(tuple, marked.values())) == {(False, False)}
+
+
 # ---------------------------------------------------------------------- the command
 
 
@@ -398,6 +414,18 @@ def test_the_command_shows_the_contenders_it_was_asked_for(folder, monkeypatch):
     assert done.exit_code == 0, done.output
     assert CONTENDERS["qk-norm"].label in done.output
     assert CONTENDERS["softcap"].label not in done.output
+
+
+def test_the_figure_is_of_all_contenders_in_the_folder_that_are_finished(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(ARENAS, "laptop", SMALL)
+    for name in ("none", "qk-norm", "softcap"):
+        shutil.copytree(folder / name, tmp_path / name)
+    shutil.copy(folder / "cost.json", tmp_path)
+    metrics = tmp_path / "softcap" / "group-00" / "metrics.jsonl"
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:-1]))  # still in training
+    done = CliRunner().invoke(app, ["arena", "--contenders", "qk-norm", "--out", str(tmp_path), "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    assert set(json.loads((tmp_path / "arena.json").read_text())["lines"]) == {"none", "qk-norm"}
 
 
 def shown(found, monkeypatch, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 
 from locater.errors import LocaterError
 from locater.lab import load_corpus
-from locater.lab.arena import ARENAS, read_arena, run_arena
+from locater.lab.arena import ARENAS, outdated_costs, read_arena, run_arena
 from locater.lab.arena import cost as cost
+from locater.lab.engine.methods import METHODS
 
 SMALL = replace(
     ARENAS["laptop"],
@@ -107,6 +109,43 @@ def test_a_contender_that_comes_later_is_timed_beside_no_protection(tmp_path):
         milliseconds = {key: row["milliseconds"] for key, row in timing.items()}
         assert models.milliseconds[name] == milliseconds[name] > 0
         assert models.relative[name] == milliseconds[name] / milliseconds["none"]
+
+
+def told(folder, rules):
+    """The folder's timings as if by these versions of the methods; None is a file that did not say so yet."""
+    path = folder / "cost.json"
+    value = json.loads(path.read_text())
+    for timing in value["timings"]:
+        for name, row in timing["contenders"].items():
+            assert row.pop("rule") == METHODS[name].version
+            if rules is not None:
+                row["rule"] = rules.get(name, METHODS[name].version)
+    path.write_text(json.dumps(value))
+
+
+def test_the_time_of_a_formula_that_has_changed_since_is_told_from_the_shipped_one_s(tmp_path):
+    run_arena(replace(SMALL, contenders=("none", "qk-norm")), tmp_path, device="cpu")
+    assert outdated_costs(tmp_path) == set()
+    told(tmp_path, {"qk-norm": METHODS["qk-norm"].version - 1})
+    assert outdated_costs(tmp_path) == {"qk-norm"}
+    before = read_arena(tmp_path).set_index("contender").milliseconds
+    run_arena(replace(SMALL, contenders=("qk-norm", "none")), tmp_path, device="cpu")
+    timings = [timing["contenders"] for timing in json.loads((tmp_path / "cost.json").read_text())["timings"]]
+    assert [set(timing) for timing in timings] == [{"none", "qk-norm"}, {"none", "qk-norm"}]
+    after = read_arena(tmp_path).set_index("contender").milliseconds
+    assert after["none"] == before["none"]
+    assert after["qk-norm"] == timings[1]["qk-norm"]["milliseconds"] != before["qk-norm"]
+    assert outdated_costs(tmp_path) == set()
+
+
+def test_a_time_that_names_no_version_is_of_what_was_trained_there_but_locater_auto_s_of_an_older_one(tmp_path):
+    """As in folders of before versions were written beside times."""
+    run_arena(replace(SMALL, contenders=("none", "locater-auto", "qk-norm")), tmp_path, device="cpu")
+    told(tmp_path, None)
+    assert outdated_costs(tmp_path) == {"locater-auto"}
+    shutil.rmtree(tmp_path / "qk-norm")  # which of its versions it was, nobody knows
+    assert outdated_costs(tmp_path) == {"locater-auto", "qk-norm"}
+    assert (read_arena(tmp_path).milliseconds > 0).all()
 
 
 @pytest.mark.parametrize("content", ["{", '{"timings": [{"contenders": {"qk-norm": {"milliseconds": 1}}}]}', "[]"])

@@ -94,6 +94,20 @@ def test_one_seed_a_broken_member_and_an_unfinished_run_leave_it_open(tmp_path):
     assert {each.verdict for each in begun.effects} == {"cannot tell"}
 
 
+def test_a_member_that_broke_leaves_it_open_however_finite_its_last_perplexity(tmp_path):
+    path = written(tmp_path / "run", by_condition) / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if (line["step"], line["member"]) == (100, "locater-s1"):
+            line["broke_at"] = 60
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = effects(path.parent)
+    for each in found.effects:
+        concerned = "locater" in (each.condition, each.reference)
+        assert ((each.verdict, each.measured) == ("cannot tell", "broke")) == concerned
+    assert [one.condition for one in found.conditions if np.isnan(one.perplexity)] == ["locater"]
+
+
 def test_a_sweep_without_planned_comparisons_has_none(tmp_path):
     write_run(Run(tmp_path, CONFIG, (Member("one"),), {}))
     assert not has_comparisons(tmp_path)
@@ -150,6 +164,21 @@ def test_every_preset_with_a_design_is_one_plan_of_whole_seeds(name, tmp_path):
     assert leaders == {f"{name}-s{seed}" for name in ("none", "locater") for seed in preset.seeds}
     compared = {each.condition for each in preset.design.comparisons} | {"none"}
     assert compared == {condition.name for condition in preset.design.conditions}
+
+
+def test_the_early_preset_is_the_first_updates_of_the_whole_one():
+    """Where LocAteR ends after a part of training, it ends at the same update."""
+    whole, early = (PRESETS[name] for name in ("cause-d128-l1", "cause-d128-l1-early"))
+    assert replace(early.config, steps=whole.config.steps) == whole.config
+    assert (early.learning_rate, early.seeds) == (whole.learning_rate, whole.seeds)
+    assert set(early.design.comparisons) <= set(whole.design.comparisons)
+    of_whole = {condition.name: condition for condition in whole.design.conditions}
+    for condition in early.design.conditions:
+        own, other = condition.intervention, of_whole[condition.name].intervention
+        if condition.name == "locater-first-tenth":
+            assert own.until * early.config.steps == other.until * whole.config.steps == 5_000
+            own = replace(own, until=other.until)
+        assert replace(condition, intervention=own) == of_whole[condition.name]
 
 
 def test_members_that_follow_each_other_are_not_separated(tmp_path):

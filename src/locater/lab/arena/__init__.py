@@ -37,7 +37,9 @@ __all__ = [
     "TRAINS_WITHIN",
     "Arena",
     "Contender",
+    "finished",
     "outdated",
+    "outdated_costs",
     "read_arena",
     "run_arena",
     "summary",
@@ -148,7 +150,8 @@ def run_arena(
 ) -> None:
     """Times the contenders, then trains every one into a folder of its own.
 
-    What is there already is neither timed nor trained again; a group that was cut off is trained anew.
+    What is there already is neither timed nor trained again, a timing of another version of the method apart; a group
+    that was cut off is trained anew.
     """
     folder = Path(folder)
     _check_names(arena.contenders)
@@ -160,8 +163,8 @@ def run_arena(
     for plan in plans:  # all of them, before anything is written or removed
         plan.check()
         check_groups(plan)
-    known = read_costs(folder)
-    if untimed := [name for name in arena.contenders if name not in known]:
+    costs, old = _costs(folder)
+    if untimed := [name for name in arena.contenders if name not in costs or name in old]:
         timed = {name: arena.planned(name) for name in (REFERENCE, *untimed)}
         first = {name: (config, members[0]) for name, (config, members) in timed.items()}
         write_timing(folder, time_contenders(first, corpus, torch_device))
@@ -220,6 +223,30 @@ def outdated(folder: str | Path) -> set[str]:
     return {entry.contender for entry in entries_in(Path(folder)) if _is_outdated(entry)}
 
 
+def outdated_costs(folder: str | Path) -> set[str]:
+    """The contenders there whose time and memory are those of another version of their method's formula."""
+    return _costs(Path(folder))[1]
+
+
+def finished(folder: str | Path) -> list[str]:
+    """The contenders there that were trained to the end."""
+    return [entry.contender for entry in entries_in(Path(folder)) if entry.is_finished]
+
+
+def _costs(folder: Path) -> tuple[dict[str, Cost], set[str]]:
+    """Of each contender the first timing of its method as it is now, or else the first of all; and whose are old."""
+    # where timings do not say what was timed: it was what was trained, but for LocAteR auto's rule, which was another
+    unsaid = {entry.contender: entry.version for entry in entries_in(folder)} | {"locater-auto": None}
+    costs, old = {}, set()
+    for name, timings in read_costs(folder, unsaid).items():
+        current = METHODS[CONTENDERS[name].method].version if name in CONTENDERS else None
+        own = [cost for version, cost in timings if version == current]
+        costs[name] = (own or [cost for _, cost in timings])[0]
+        if not own:
+            old.add(name)
+    return costs, old
+
+
 def read_arena(folder: str | Path, contenders: Sequence[str] | None = None) -> pd.DataFrame:
     """A row a trained model of these contenders, or of all that are there, at its end and at its worst.
 
@@ -247,7 +274,7 @@ def read_arena(folder: str | Path, contenders: Sequence[str] | None = None) -> p
                 f"{first.contender} and {entry.contender} in {folder} cannot stand in one table: {what} is {one} "
                 f"for the one and {other} for the other; name contenders that were trained alike"
             )
-    costs = read_costs(folder)
+    costs, _ = _costs(folder)
     rows: list[dict[str, Any]] = []
     for entry in entries:
         records = entry.records()

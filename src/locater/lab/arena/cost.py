@@ -1,7 +1,7 @@
 """What a contender's update costs: all are timed in the same rounds, so that a busy machine is busy for each of them.
 
 cost.json in an arena's folder has an entry for every timing, "none" in each: a contender that comes later is timed
-beside the same reference.
+beside the same reference. "rule" is the version of the method's formula that was timed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from locater.errors import LocaterError, reason
 from locater.io import json_bytes, read_json, remove_unfinished, writable_folder, write_file
 from locater.lab.config import Config, Member
 from locater.lab.data import Corpus
+from locater.lab.engine.methods import METHODS
 from locater.lab.engine.stack import Stack
 from locater.lab.runs.lock import exclusive_lock
 
@@ -74,7 +75,8 @@ def _timed(
     if device.type == "cuda":  # what libraries allocate once for all is not the first contender's
         _seconds(stacked(*next(iter(entries.values()))), _WARM["cuda"])
         _tidy(device)
-    stacks, found = {}, {}
+    stacks: dict[str, Stack] = {}
+    found: dict[str, dict[str, float]] = {}
     for name, entry in entries.items():
         before = _allocated(device)
         stacks[name] = stacked(*entry)
@@ -82,7 +84,9 @@ def _timed(
             torch.cuda.reset_peak_memory_stats(device)
         _seconds(stacks[name], _WARM.get(device.type, 2))
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        found[name] = {} if peak is None else {"bytes": (peak - before) / models}
+        found[name] = {"rule": METHODS[entry[0].model.method].version}
+        if peak is not None:
+            found[name]["bytes"] = (peak - before) / models
     seconds: dict[str, list[float]] = {name: [] for name in stacks}
     began, rounds = time.perf_counter(), 0
     while rounds < _LEAST or (rounds < _MOST and time.perf_counter() - began < _SECONDS):
@@ -134,17 +138,20 @@ def _hardware(device: torch.device) -> str:
 # ---------------------------------------------------------------------- on disk
 
 
-def read_costs(folder: Path) -> dict[str, Cost]:
-    """By contender; a contender that was timed more than once has the cost it had first."""
-    costs: dict[str, Cost] = {}
+def read_costs(folder: Path, unsaid: Mapping[str, object]) -> dict[str, list[tuple[object, Cost]]]:
+    """By contender every timing, the first one first, with the version of the method that was timed.
+
+    `unsaid` has the version by contender where a timing does not say it, as none did at first; others are of 1.
+    """
+    costs: dict[str, list[tuple[object, Cost]]] = {}
     try:
         for timing in _timings(folder):
-            rows = {
-                name: {key: float(value) for key, value in row.items()} for name, row in timing["contenders"].items()
-            }
+            rows = timing["contenders"]
+            milliseconds = {name: float(row["milliseconds"]) for name, row in rows.items()}
             for name, row in rows.items():
-                relative = row["milliseconds"] / rows[REFERENCE]["milliseconds"]
-                costs.setdefault(name, Cost(row["milliseconds"], relative, row.get("bytes", math.nan)))
+                relative = milliseconds[name] / milliseconds[REFERENCE]
+                cost = Cost(milliseconds[name], relative, float(row.get("bytes", math.nan)))
+                costs.setdefault(name, []).append((row.get("rule", unsaid.get(name, 1)), cost))
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise LocaterError(
             f"cannot read {folder / _FILE}: {type(error).__name__} {reason(error)}; "

@@ -41,6 +41,12 @@ class Entry:
         text = next((read_run(folder).about.get("corpus") for folder, _ in self.plan.begun()), None)
         return conditions(self.plan.config, self.members, text)
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether every model has all its records."""
+        found = ((self.plan.folder / group.name, group.members) for group in self.plan.groups)
+        return all(_missing(self.plan.config, _by_member(*each)) is None for each in found)
+
     def records(self) -> dict[str, list[dict[str, Any]]]:
         """By member, each with all records to its end, be that the last step or the one where it broke."""
         found: dict[str, list[dict[str, Any]]] = {}

@@ -94,7 +94,10 @@ def effects(folders: Folders) -> Effects:
                 raise LocaterError(f"{run.folder} holds {member.name} once more; give each seed once")
             if member.name in last.index:
                 row = last.loc[member.name]
-                ends[key] = {name: float(np.mean(np.asarray(row[name], dtype=float))) for name in _QUANTITIES}
+                # weights stay where a member broke, and what they give says nothing of its condition
+                broke = bool(np.isfinite(row.get("broke_at", np.nan)))
+                means = {name: float(np.mean(np.asarray(row[name], dtype=float))) for name in _QUANTITIES}
+                ends[key] = dict.fromkeys(_QUANTITIES, np.nan) if broke else means
     planned_seeds = {seed for run in runs for seed in run.about.get("planned_seeds", [])}
     enough = len({seed for _, seed in ends}) >= len(planned_seeds)  # others do, for a repetition
     whole = all(step >= run.config.steps for run in runs) and enough
