@@ -130,7 +130,7 @@ class DecoupledLocAteR(Regulariser):
             nonlocal acts
             begun.clear()
             acts = (self.step + 1) % self.every == 0 and self._clock.factor() > 0
-            if acts or plan.unseen:  # at first the heads are looked at in any case
+            if acts or self._is_unseen(plan):  # at first the heads are looked at in any case
                 begun.extend(self._begin(optimizer, held, plan))
 
         def after() -> None:
@@ -148,18 +148,26 @@ class DecoupledLocAteR(Regulariser):
         rates = (group.get("lr") for group in optimizer.param_groups)
         still = [isinstance(rate, int | float) and rate == 0 for rate in rates]
         tensors = [(t.data_ptr(), t.dtype, t.requires_grad) for t in (*self._groups.tensors, *self._gains)]
-        made_of = tensors, still, held.ids(), self._states.kinds(), plan.unseen, self._states.norms()
+        unseen = self._is_unseen(plan)
+        made_of = tensors, still, held.ids(), self._states.kinds(), unseen, self._states.norms()
         if plan.made_of != made_of:
             plan.made_of, plan.work = None, []  # which frees what it held, and is made anew if this fails
             if made_of[-1] != self._norms_known:
                 self._groups = self._grouped()
             held.refresh()
-            plan.work = list(self._worked_on(held, still, unseen=plan.unseen))
+            plan.work = list(self._worked_on(held, still, unseen=unseen))
             plan.made_of = made_of
         plan.unseen = any(one.missing for one, _ in plan.work)
         for one, sources in plan.work:
             one.begin([sample() for sample in sources])
         return [one for one, _ in plan.work]
+
+    def _is_unseen(self, plan: _Plan) -> bool:
+        """Ranks, which may have seen different states, have to do the same."""
+        return self.step < self.every if self._has_ranks() else plan.unseen
+
+    def _has_ranks(self) -> bool:
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1
 
     def _worked_on(self, held: HeldBy, still: Sequence[bool], *, unseen: bool) -> Iterator[_Work]:
         """Of modules that a rate of 0 keeps still, too, while they are `unseen`: a warm-up may begin with it."""
@@ -226,8 +234,7 @@ class DecoupledLocAteR(Regulariser):
     def _averaged(self, measured: Sequence[tuple[Bounded, Tensor]]) -> list[tuple[list[str], Tensor]]:
         """Names of modules and their moments, over the ranks, each of which has seen a sample of its own."""
         found = [(one.names, moments) for one, moments in measured]
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1
-        if not several or not found:
+        if not found or not self._has_ranks():
             return found
         named = {name: own for names, moments in found for name, own in zip(names, moments, strict=True)}
         ordered = [named[name] for name in sorted(named)]  # ranks may work on modules in another order
