@@ -1,4 +1,4 @@
-"""The arena where people train: Hugging Face's Llama, 25 million parameters, bytes, compiled, bf16, the shipped methods
+"""The arena where people train: Hugging Face's Llama, 24 million parameters, bytes, compiled, bf16, the shipped methods
 through the public API.
 
     python benchmarks/arena_llama.py run FOLDER [--only TEXT] [--minutes M]    trains what FOLDER/runs.jsonl lacks

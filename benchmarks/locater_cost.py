@@ -253,7 +253,7 @@ def loops(device: str) -> None:
         vocab_size=256, use_cache=False,
     )  # fmt: skip
     for compiled in (True, False):
-        print(f"Llama, 25 million parameters, 32 × 512 tokens, bf16, {'' if compiled else 'not '}compiled:")
+        print(f"Llama, 24 million parameters, 32 × 512 tokens, bf16, {'' if compiled else 'not '}compiled:")
         ids = torch.randint(256, (32, 512), device=device)
         loop(lambda: LlamaForCausalLM(config), ids, compiled, rounds=8, steps=20)
 

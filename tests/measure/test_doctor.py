@@ -48,10 +48,10 @@ def words(tmp_path_factory):
 def read(words):
     """A model and batches of the text in its tokens."""
 
-    def opened(name, sequences=6):
+    def opened(name, sequences=6, length=64):
         pretrained = Pretrained.called(files_of(name))
         with quiet():
-            ids, _ = pretrained.sequences(words.read_text(), 64, "the text")
+            ids, _ = pretrained.sequences(words.read_text(), length, "the text")
             network, _ = pretrained.network(torch.device("cpu"))
         ids = ids[:sequences]
         return network, [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(3)]
@@ -108,6 +108,22 @@ def assert_healthy(diagnosis, heads):
 
 def test_nothing_is_wrong_with_a_healthy_model(minilm):
     assert_healthy(doctor(*minilm), 72)
+
+
+@pytest.mark.parametrize(("length", "sequences"), [(256, 7), (512, 3)])
+def test_nothing_is_wrong_with_it_at_a_length_where_its_sharpest_head_has_large_logits(read, length, sequences):
+    diagnosis = doctor(*read("minilm", sequences, length))
+    assert diagnosis.heads["max_logit"].max() > 65  # 45 at a length of 64; 64 to 103 by the text
+    assert_healthy(diagnosis, 72)
+
+
+@pytest.mark.parametrize("length", [256, 512])
+def test_a_head_blown_up_is_found_at_that_length_too(read, length):
+    model, batches = read("minilm", 4, length)
+    blow_up(model, 3, 7)
+    diagnosis = doctor(model, batches)
+    assert found(diagnosis) == {(LOGITS, 3, (7,))}
+    assert diagnosis.findings[0].sure
 
 
 def test_the_model_is_left_as_it_was(patient):
@@ -206,7 +222,7 @@ def test_a_decoder_is_healthy_and_then_a_dead_layer_and_the_right_ones_of_heads_
     # the heads of the dead layer, uniform too, do not matter
     assert found(diagnosis) == {(DEAD, 11, ()), (LOGITS, 17, (4,)), (UNIFORM, 5, (8,))}
     (dead,) = (one for one in diagnosis.findings if one.kind == DEAD)
-    assert f'"{dead.module}"' in dead.treatment.code
+    assert dead.module in dead.treatment.code
 
 
 def test_several_sicknesses_are_at_most_five_sentences(patient):

@@ -46,9 +46,9 @@ def doctor_command(
     content |= diagnosis.to_json()
     measured = {"model": model, "length": length, **reading.to_json()}
     shown = [Found("diagnosis", Path(model), content), Found("measurement", Path(model), measured)]
-    if not diagnosis.notes:  # the weights were read
+    if diagnosis.heads["scale"].notna().any():  # the weights were read
         shown.append(Found("scan", Path(model), Scan.of(network, name=model, fold_norm=True, tokens=length).to_json()))
-    if history is not None and log is not None:
+    if history is not None and log is not None and not history.empty:
         shown.append(Found("log", log, history.to_dict("records")))
     page_of(shown).write(out)
     if json_file is not None:

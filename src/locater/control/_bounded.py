@@ -88,8 +88,8 @@ class Bounded(ABC):
     def _factors(self, rule: Decoupled, factor: Tensor | float, every: int) -> Factors:
         return rule.factors(self._moments, self.initial, factor, every=every, shared_keys=self._shared, acts=self._acts)
 
-    def _settle(self) -> None:
-        """Sets the initial spreads that are not known."""
+    def settle(self) -> None:
+        """Sets the initial spreads that are not known, which is all there is to do within the bounds."""
         if self._on_device or not self._settled:
             self.initial.copy_(initial_spread(self._moments, self.initial))
             self._settled = not self._on_device and not bool((self.initial < 0).any())
@@ -186,7 +186,7 @@ class Modules(Bounded):
 
     def write(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
         def write(given: tuple[Tensor | float, Tensor | None]) -> None:
-            self._settle()
+            self.settle()
             found = self._factors(rule, given[0], every)
             if self._kept is not None:
                 found = found._replace(keep=self._kept * found.keep)
@@ -322,7 +322,7 @@ class OneModule(Bounded):
         return self.measure()
 
     def write(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
-        self._settle()
+        self.settle()
         self._mix(self._old, self._factors(rule, factor, every), overflow)
 
     def end(self) -> None:

@@ -221,14 +221,18 @@ class DecoupledLocAteR(Regulariser):
     @torch.no_grad()
     def _end(self, begun: Sequence[Bounded], overflow: Tensor | None, factor: float) -> None:
         self._moments = self._averaged([(one, one.measure()) for one in begun])
-        if not all(one.within(self.rule, factor) for one in begun):  # on all ranks or on none
+        if all(one.within(self.rule, factor) for one in begun):  # on all ranks or on none
+            for one in begun:
+                one.settle()
+        else:
             self._moments = [(names, moments.clone()) for names, moments in self._moments]
             for look in range(_LOOKS):
                 again = [one for one in begun if look == 0 or one.normalised]
                 every = self.every if look == 0 else 1
                 self._averaged([(one, one.hold_back(self.rule, factor, overflow, every)) for one in again])
+            for one in begun:
+                one.write(self.rule, factor, overflow, self.every)
         for one in begun:
-            one.write(self.rule, factor, overflow, self.every)
             one.end()
 
     def _averaged(self, measured: Sequence[tuple[Bounded, Tensor]]) -> list[tuple[list[str], Tensor]]:

@@ -1,12 +1,13 @@
 """A model run over batches for the doctor: its attention observed, and what its modules put out.
 
 Every module has a hook meanwhile. Three things are kept: how much attention adds, the first numbers that are not
-finite, and whether the tokens of a sequence differ.
+finite, and how often sequences repeat one token.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -23,6 +24,16 @@ from locater.names import plain_name
 
 
 @dataclass(frozen=True)
+class Fault:
+    """The first module that put out a number that is not finite."""
+
+    module: str
+    weights: bool  # whether all of its own, and of what is inside it, are finite
+    given: bool  # whether all that it was given is
+    dtype: str  # of what it put out
+
+
+@dataclass(frozen=True)
 class Examination:
     """A model that has run over some batches: what its attention did, and what its modules put out."""
 
@@ -30,8 +41,9 @@ class Examination:
     # by attention module, in the order they ran: standard deviation over tokens of what its branch puts out (after W_O,
     # also where another module has it), over that of what enters
     output: dict[str, float]
-    not_finite: str | None = None  # the first module that put out a number that is not finite
-    varied: bool = True  # whether any sequence had two tokens that differ
+    not_finite: Fault | None = None
+    # share of the commonest token in the median sequence, its first and last and padding left out; NaN if not known
+    repeated: float = math.nan
 
 
 def examine(
@@ -39,7 +51,7 @@ def examine(
 ) -> Examination:
     """`run` runs the model on a batch, if `doctor`'s way does not do; `options` are those of `observe`."""
     modes = {module: module.training for module in model.modules()}
-    ran = varied = False
+    ran, repeated = False, list[float]()
     try:
         model.eval()
         with ExitStack() as undo, torch.no_grad():
@@ -48,7 +60,8 @@ def examine(
             outputs = _Outputs(model, undo)
             seen = undo.enter_context(observe(model, **options))
             for batch in _listed(batches):
-                ran, varied = True, varied or _varied(model, batch)
+                ran = True
+                repeated += _repeated(model, batch)
                 if run is not None:
                     run(batch)
                 elif isinstance(batch, Mapping):
@@ -60,7 +73,7 @@ def examine(
             module.training = training
     if not ran:
         raise LocaterError("there is no batch to run the model on: give one or more")
-    return Examination(seen, outputs.ratios(), outputs.not_finite, varied)
+    return Examination(seen, outputs.ratios(), outputs.not_finite, statistics.median(repeated or [math.nan]))
 
 
 def _listed(batches: Any) -> Iterable[Any]:
@@ -75,10 +88,27 @@ def _listed(batches: Any) -> Iterable[Any]:
     return batches
 
 
-def _varied(model: nn.Module, batch: Any) -> bool:
-    """Whether tokens of a sequence differ: ids (B, T), or states (B, T, D). What is not known counts as varied."""
-    x = batch.get(getattr(model, "main_input_name", "input_ids")) if isinstance(batch, Mapping) else batch
-    return not isinstance(x, Tensor) or x.ndim < 2 or bool((x != x[:, :1]).any())
+def _repeated(model: nn.Module, batch: Any) -> list[float]:
+    """Of each sequence of ids (B, T) the share of its commonest; of states (B, T, D) 1 where all are one, else 0.
+
+    Nothing where neither is known.
+    """
+    given = batch if isinstance(batch, Mapping) else {}
+    x = given.get(getattr(model, "main_input_name", "input_ids")) if isinstance(batch, Mapping) else batch
+    if not isinstance(x, Tensor) or x.ndim < 2:
+        return []
+    if x.ndim > 2 or x.is_floating_point():
+        return (x == x[:, :1]).flatten(1).all(1).double().tolist()
+    mask = given.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.shape != x.shape:
+        mask = torch.ones_like(x)
+    real = mask.to(x.device).bool()
+    return [share for ids, each in zip(x, real, strict=True) for share in _commonest(ids[each])]
+
+
+def _commonest(ids: Tensor) -> list[float]:
+    inner = ids[1:-1] if len(ids) > 3 else ids  # of the first and last, which may frame it, the others tell enough
+    return [float(inner.unique(return_counts=True)[1].max()) / len(inner)] if len(inner) else []
 
 
 def block_of(module: str) -> str:
@@ -91,7 +121,8 @@ class _Outputs:
     """What the modules of a model put out while it runs."""
 
     def __init__(self, model: nn.Module, undo: ExitStack) -> None:
-        self.not_finite: str | None = None
+        self.not_finite: Fault | None = None
+        self._below: Fault | None = None  # the first that had −∞ among numbers that were all finite otherwise
         self._sites = {id(site.module): site.name for site in attention_sites(model)}
         self._spreads: dict[str, tuple[_Spread, _Spread]] = {}  # of what enters each attention module, and leaves
         self._left: tuple[str, Tensor] | None = None  # the attention module that ran last, and what it put out
@@ -116,15 +147,31 @@ class _Outputs:
             out = _first_tensor(result)
             if out is None:
                 return
-            # inner modules end before those around them, so that the first is the place itself; masks have −∞
-            if self.not_finite is None and not out.amax() < math.inf:
-                self.not_finite = name
+            if self.not_finite is None:
+                self._look_for_fault(name, module, args or tuple(kwargs.values()), out)
             if id(module) in self._sites:
                 self._attention_left(self._sites[id(module)], hidden_states(module, args, kwargs), out)
             elif self._is_w_o(name, module, args):
                 self._branch = out
 
         return hook
+
+    def _look_for_fault(self, name: str, module: nn.Module, given: tuple[Any, ...], out: Tensor) -> None:
+        """Inner modules end before those around them, so that the first is the place itself."""
+        low, high = (float(one) for one in out.aminmax())
+        if low > -math.inf and high < math.inf:
+            return
+        weights, entered = list(module.parameters()), _first_tensor(given)
+        below = low == -math.inf and high < math.inf
+        if below and (self._below is not None or not weights):
+            return  # what no weight made can be a mask
+        finite = all(map(_is_finite, weights)) and not any(map(_is_spoilt, module.buffers()))
+        given_finite = entered is None or _is_finite(entered)
+        fault = Fault(name, finite, given_finite, str(out.dtype).removeprefix("torch."))
+        if below:
+            self._below = fault  # a mask all the same, unless what follows is neither finite nor −∞
+        else:
+            self.not_finite = self._below or fault
 
     def _is_w_o(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> bool:
         """Whether it is the W_O of the attention that ran last: given its very output, and beside it in one block."""
@@ -145,6 +192,15 @@ class _Outputs:
         if self._left is not None and self._branch is not None:
             self._spreads[self._left[0]][1].add(self._branch)
         self._left = self._branch = None
+
+
+def _is_finite(x: Tensor) -> bool:
+    return bool(x.isfinite().all())
+
+
+def _is_spoilt(x: Tensor) -> bool:
+    """As a buffer, which may be a mask."""
+    return bool((x.isnan() | (x == math.inf)).any())
 
 
 def _first_tensor(result: Any) -> Tensor | None:

@@ -8,23 +8,25 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from locater.io import nulled
-from locater.measure._examination import block_of
+from locater.measure._examination import Fault, block_of
 from locater.measure.alarms import Thresholds, alarms_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
-LIMIT = Thresholds().logit
-_UNIFORM = 0.995  # of ln(keys): the most even head of SmolLM2 has 0.92, of MiniLM 0.97
-_ALIKE, _COSINE = 0.05, 0.99  # rank residual and mean cosine; the healthy ones' are 0.41 and 0.83 at worst
+# Healthy is what MiniLM and SmolLM2 do at 64 to 512 tokens of fifteen texts: prose in four languages, code, tables
+LIMIT = 2 * Thresholds().logit  # 194: the largest logit of a healthy head is 103, MiniLM's 0.2 at 512 tokens
+_SHARP = 0.25  # of ln(keys)
+_FAR = 64.0  # times the median scale of the model's heads: the largest of a healthy one is 20, MiniLM's 0.2
+_BY_LAW = 0.01  # of ln(keys): what the softmax law expects of a healthy head's weights is 0.056 or more
+_SATURATED = 1 - 1e-7  # of a softcap: float32 knows no more of tanh
+_UNIFORM = 0.995  # of ln(keys): the most even healthy head has 0.988
+_ALIKE, _COSINE = 0.05, 0.99  # rank residual and mean cosine; the healthy ones' are 0.20 and 0.96 at worst
+_REPEATED = 0.9  # share of a text's commonest token: 0.57 in Chinese, of which MiniLM knows few letters
 # Spread over tokens of what attention puts out, over that of what enters. MiniLM, SmolLM2 and small trained models of
 # eight classes have 0.14 or more; models as transformers initialises them 1e-4 or more (GPT-2 of 48 layers × 32, whose
-# W_O starts at 0.02/√(2·48), and 512 tokens). Beside the median module's: a third or more in all of them.
+# W_O starts at 0.02/√(2·48), and 512 tokens). Beside the median module's: 0.11 or more in all of them.
 _DEAD, _DEAD_BESIDE, _ROUNDING = 1e-5, 1e-3, 1e-6  # the last for words alone
-_GROWN = 16.0  # times the median scale of the model's heads
-# Sharp heads under a smaller logit: the largest scale of a healthy one is 20 times the median (MiniLM's 0.2)
-_FAR, _SHARP = 64.0, 0.25  # the latter of ln(keys); of these the lowest largest logit is 3, in MiniLM and SmolLM2
-_SATURATED = 1 - 1e-7  # of a softcap: float32 knows no more of tanh
 
 NOT_FINITE, LOGITS, UNIFORM, TOKENS, DEAD, TRAINING, TEXT = (
     "numbers that are not finite", "blown-up logits", "uniform attention", "tokens alike", "dead attention",
@@ -47,7 +49,8 @@ class Treatment:
 TREATMENTS = {
     NOT_FINITE: Treatment(
         "look which of its weights are not finite, and go back to the last checkpoint where all are",
-        'print({n: bool(p.isfinite().all()) for n, p in model.get_submodule("MODULE").named_parameters()})',
+        "print({n: bool(p.isfinite().all()) for n, p in [*model.named_parameters(), *model.named_buffers()] "
+        'if "MODULE" in f".{n}"})',
         "nothing",
     ),
     LOGITS: Treatment(
@@ -67,7 +70,7 @@ TREATMENTS = {
     ),
     DEAD: Treatment(
         "look which of its weights are zero; a layer that adds nothing can be removed, or started anew",
-        'print({n: float(p.detach().norm()) for n, p in model.get_submodule("MODULE").named_parameters()})',
+        'print({n: float(p.detach().norm()) for n, p in model.named_parameters() if "MODULE" in f".{n}"})',
         "nothing",
     ),
     TRAINING: Treatment(
@@ -75,8 +78,19 @@ TREATMENTS = {
         "from locater.control import DecoupledLocAteR; DecoupledLocAteR(model).attach(optimizer)",
         "a millisecond or a few an update, nothing at inference",
     ),
-    TEXT: Treatment("give another text", "from locater import doctor; doctor(model, batches)", "nothing"),
+    TEXT: Treatment(
+        "give another text, and look whether the tokenizer knows what it is written in",
+        "from locater import doctor; doctor(model, batches)",
+        "nothing",
+    ),
 }
+# where all weights are finite
+_OVERFLOW = Treatment("run it in bfloat16 or float32", "import torch; model.to(torch.bfloat16)", "rounding")
+_TOO_LARGE = Treatment(
+    "look which of its weights are too large, and go back to the last checkpoint where none are",
+    'print({n: float(p.detach().abs().max()) for n, p in model.named_parameters() if "MODULE" in f".{n}"})',
+    "nothing",
+)
 
 
 @dataclass(frozen=True)
@@ -91,23 +105,42 @@ class Finding:
     sure: bool
     worst: float  # how many times beyond its threshold
     place: str = ""  # in words, where the layer's number alone does not say it
+    head: int | None = None  # of several heads the one that the evidence is of
+    overflows: str = ""  # the type of number, where what is not finite does not come of the weights
 
     @property
     def treatment(self) -> Treatment:
         found = TREATMENTS[self.kind]
+        if self.overflows == "float16":
+            found = _OVERFLOW
+        elif self.overflows and self.kind == NOT_FINITE:
+            found = _TOO_LARGE
         module = block_of(self.module) if self.kind == DEAD else self.module  # with a W_O that is outside
-        return Treatment(found.advice, found.code.replace("MODULE", module), found.cost)
+        # by the end of its name: with a head around it, the same model has names with more before them
+        return Treatment(found.advice, found.code.replace("MODULE", f".{module}." if module else "."), found.cost)
 
     @property
     def where(self) -> str:
-        place = self.place or (f"layer {self.layer}" if self.layer >= 0 else self.module)
-        if not self.heads:
-            return place
-        some = ", ".join(map(str, self.heads[:6])) + (" …" if len(self.heads) > 6 else "")
-        return f"{place}, {'head' if len(self.heads) == 1 else 'heads'} {some}"
+        return _where(self._place, self.heads)
+
+    @property
+    def evidence_of(self) -> str:
+        """Where the evidence is from."""
+        return self.where if self.head is None else _where(self._place, (self.head,))
+
+    @property
+    def _place(self) -> str:
+        return self.place or (f"layer {self.layer}" if self.layer >= 0 else self.module)
 
     def to_json(self) -> dict[str, Any]:
         return {**nulled(asdict(self)), **asdict(self.treatment)}
+
+
+def _where(place: str, heads: Sequence[int]) -> str:
+    if not heads:
+        return place
+    some = ", ".join(map(str, heads[:6])) + (" …" if len(heads) > 6 else "")
+    return f"{place}, {'head' if len(heads) == 1 else 'heads'} {some}"
 
 
 def places(layers: pd.DataFrame) -> dict[str, str]:
@@ -144,52 +177,73 @@ def _is_finite(row: Row) -> bool:
     return math.isfinite(row["entropy"]) and math.isfinite(row["max_logit"])
 
 
-def not_finite(heads: pd.DataFrame, first: str | None) -> list[Finding]:
-    """Where numbers first are not finite, by the `first` module that put such out; all after it follows.
+def not_finite(heads: pd.DataFrame, fault: Fault | None) -> list[Finding]:
+    """Where numbers first are not finite, by the first module that put such out; all after it follows.
 
     Heads are named where they begin in the logits.
     """
+    first = None if fault is None else fault.module
     own = [row for row in _rows(heads) if first is None or f"{first}.".startswith(f"{row['module']}.")]
     layer = -1 if first is None or not own else int(own[0]["layer"])
     wrong = _by_module(row for row in own if not _is_finite(row) and row["queries"])
+    why, overflows = _why(fault)
     follows = "all that is not finite after it follows from it"
     for name, rows in wrong.items():
+        if fault is not None and name == first and not fault.given:
+            continue  # it has begun before the logits
         begins = "" if first in (None, name) else f", from {first} on"
-        evidence = f"logits that are not finite{begins}; {follows}"
-        return [Finding(LOGITS, name, int(rows[0]["layer"]), _heads_of(rows), evidence, True, math.inf)]
+        evidence = f"logits that are not finite{begins}{why}; {follows}"
+        where = (name, int(rows[0]["layer"]), _heads_of(rows))
+        return [Finding(LOGITS, *where, evidence, True, math.inf, overflows=overflows)]
     if first is None:
         return []
-    evidence = f"it is the first that puts out such numbers; {follows}"
-    return [Finding(NOT_FINITE, first, layer, (), evidence, True, math.inf, first or "the model")]
+    evidence = f"it is the first that puts out such numbers{why}; {follows}"
+    return [Finding(NOT_FINITE, first, layer, (), evidence, True, math.inf, first or "the model", overflows=overflows)]
+
+
+def _why(fault: Fault | None) -> tuple[str, str]:
+    """What else than the weights it comes of, in words, and the type of number that overflows."""
+    if fault is None or not fault.weights:
+        return "", ""
+    if fault.given:
+        return f", and its weights are all finite: what it computes overflows {fault.dtype}", fault.dtype
+    before = "the batch, or what is computed just before it"
+    return f", and its weights are all finite: what it is given is not finite, {before} in {fault.dtype}", fault.dtype
 
 
 def logits(heads: pd.DataFrame) -> list[Finding]:
-    """Logits beyond the limit, before a softcap; or sharp heads whose logits must be far apart all the same."""
+    """Sharp heads whose logits are beyond the limit, or must be far apart by their weights."""
     usual = float(heads["scale"].median())
     rows = [row | {"logit": _uncapped(row), "grown": _grown(row, usual)} for row in _rows(heads) if _is_finite(row)]
     found = []
     for name, wrong in _by_module(row for row in rows if _beyond(row) > 1).items():
         worst = max(wrong, key=_beyond)
-        size = abs(worst["logit"]) / LIMIT
-        sure, evidence = size > 2 or (size > 1 and worst["grown"] > _GROWN), _logit_evidence(worst)
-        found.append(Finding(LOGITS, name, int(worst["layer"]), _heads_of(wrong), evidence, sure, _beyond(worst)))
+        sure = abs(worst["logit"]) > LIMIT / 2 and (worst["grown"] > _FAR or _is_sharp_by_law(worst))
+        where, evidence = (name, int(worst["layer"]), _heads_of(wrong)), _logit_evidence(worst)
+        found.append(Finding(LOGITS, *where, evidence, sure, _beyond(worst), head=int(worst["head"])))
     return found
 
 
 def _beyond(row: Row) -> float:
     """How many times a head is beyond what is healthy; under 1 if it is not."""
-    if row["logit"] > LIMIT:
-        return float(row["logit"] / LIMIT)
-    if not row["entropy_share"] < _SHARP:
-        return 0.0
-    # what softmax sees is how far logits are apart; that they are far below zero by itself changes nothing
-    return max(-float(row["logit"]) / LIMIT, float(row["grown"]) / _FAR)
+    # What softmax sees is how far logits are apart: one number added to all changes nothing, unless a softcap follows
+    sharp = row["entropy_share"] < _SHARP
+    size = abs(float(row["logit"])) / LIMIT if sharp or _has_cap(row) else 0.0
+    return max(size, float(row["grown"]) / _FAR if sharp else 0.0)
+
+
+def _has_cap(row: Row) -> bool:
+    return row["softcap"] is not None and row["softcap"] > 0
+
+
+def _is_sharp_by_law(row: Row) -> bool:
+    return bool(row["law_share"] < _BY_LAW and not row["qk_norm"])
 
 
 def _uncapped(row: Row) -> float:
     """The largest logit before the softcap c · tanh(s / c), at least."""
     cap, logit = row["softcap"], float(row["max_logit"])
-    if cap is None or not cap > 0:
+    if not _has_cap(row):
         return logit
     return float(cap) * math.atanh(max(-_SATURATED, min(_SATURATED, logit / cap)))
 
@@ -208,7 +262,9 @@ def _logit_evidence(row: Row) -> str:
         told = f"no logit above {row['logit']:.4g}{before}, far below zero, and {entropy}"
     elif row["logit"] <= LIMIT:
         told = f"{entropy}, {100 * row['entropy_share']:.2g}% of ln(keys)"
-    return told + (f"; its scale is {row['grown']:,.0f} times the median head's" if row["grown"] > _GROWN else "")
+    if row["entropy_share"] < _SHARP and _is_sharp_by_law(row):
+        told += ", as the softmax law expects of such weights"
+    return told + (f"; its scale is {row['grown']:,.0f} times the median head's" if row["grown"] > _FAR else "")
 
 
 # ---------------------------------------------------------------------- of heads and modules
@@ -223,7 +279,8 @@ def uniform(heads: pd.DataFrame) -> list[Finding]:
         if by_law:
             evidence += ", which the softmax law expects of such weights"
         times = (1 - _UNIFORM) / max(1e-6, 1 - worst["entropy_share"])
-        found.append(Finding(UNIFORM, name, int(worst["layer"]), _heads_of(rows), evidence, by_law, float(times)))
+        where = (name, int(worst["layer"]), _heads_of(rows))
+        found.append(Finding(UNIFORM, *where, evidence, by_law, float(times), head=int(worst["head"])))
     return found
 
 
@@ -263,13 +320,13 @@ def dead(layers: pd.DataFrame, heads: pd.DataFrame) -> list[Finding]:
     return found
 
 
-def no_variety(heads: pd.DataFrame, varied: bool) -> list[Finding]:
+def no_variety(heads: pd.DataFrame, repeated: float) -> list[Finding]:
     """A text that has nothing to choose from: what attention does with it tells little."""
     single = bool(heads["entropy_share"].isna().all() and heads["entropy"].notna().any())
-    if varied and not single:
+    if not (single or repeated > _REPEATED):
         return []
-    what = "is of one token" if single else "repeats one token"
-    evidence = f"every sequence {what}, so that how attention chooses cannot be judged"
+    what = "every sequence is of one token" if single else f"one token is {100 * repeated:.0f}% of the median sequence"
+    evidence = f"{what}, so that how attention chooses cannot be judged"
     return [Finding(TEXT, "", -1, (), evidence, True, math.inf, "the text")]
 
 
@@ -280,7 +337,7 @@ def training(log: pd.DataFrame) -> list[Finding]:
     return [
         Finding(
             TRAINING, alarm.module, layers.get(alarm.module, -1), () if alarm.head is None else (alarm.head,),
-            f"at step {alarm.step}, {alarm.kind}: {alarm.reason}", True, 1.0,
+            f"at step {alarm.step}, {alarm.kind}: {alarm.reason}", True, 1 / (1 + n),  # the first is the worst
         )
-        for alarm in sorted(by_module.values(), key=lambda alarm: alarm.step)
+        for n, alarm in enumerate(sorted(by_module.values(), key=lambda alarm: alarm.step))
     ]  # fmt: skip

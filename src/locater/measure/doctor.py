@@ -7,14 +7,15 @@
 Five sicknesses are looked for in what a model does with a text, and a log of its training has its alarms:
 
 not finite          A module puts out numbers that are not finite: the first that does is named.
-blown-up logits     The largest logit of a head is beyond the alarms' level, twice what healthy training needs; or it is
-                    sharp, and its logits are far below zero or its scale is far beyond the others'.
+blown-up logits     A head is sharp, and its largest logit is beyond twice the alarms' level, or as far below zero, or
+                    its scale is far beyond the others'.
 uniform attention   A head gives every key the same weight, whatever the query is.
 tokens alike        The tokens that enter attention are nearly one and the same.
 dead attention      What attention adds is the same for every token, or nothing.
 
-Sharp heads are no sickness: healthy models have heads that always look at one key. A finding is sure where the weights
-say the same as the text: the scale of W_QK for logits, the softmax law's entropy for uniform heads.
+Sharp heads are no sickness: healthy models have heads that always look at one key. Nor are large logits by themselves:
+softmax does not see a number that is added to all. A finding is sure where the weights say the same as the text: the
+scale of W_QK or the softmax law's entropy for logits, the latter for uniform heads.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Diagnosis:
         rank = "" if layers["rank_residual"].isna().all() else f", rank residual {layers['rank_residual'].min():.2f}"
         return (
             f"Nothing is wrong with the attention of {len(heads)} heads in {len(layers)} modules: largest logit "
-            f"{heads['max_logit'].max():.3g} (a sickness from {LIMIT:g} on), entropy shares from "
+            f"{heads['max_logit'].max():.3g} (of sharp heads a sickness from {LIMIT:g} on), entropy shares from "
             f"{heads['entropy_share'].min():.2g} to {heads['entropy_share'].max():.2g}{rank} or more."
         )
 
@@ -105,9 +106,13 @@ def _sentence(found: Sequence[Finding]) -> str:
     where = "; ".join(one.where for one in found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
     count = sum(one.sure for one in found)
     sure = "sure" if count == len(found) else "mostly sure" if count else "likely"
-    todo = worst.treatment
+    todo, whose = worst.treatment, ""
+    if len(found) > 1:
+        whose = f"{'first' if worst.kind == TRAINING else 'worst'} in {worst.evidence_of}: "
+    elif len(worst.heads) > 1 and worst.head is not None:
+        whose = f"worst in head {worst.head}: "
     return (
-        f"{worst.kind[0].upper()}{worst.kind[1:]} ({sure}) in {where}: {worst.evidence}; {todo.advice} "
+        f"{worst.kind[0].upper()}{worst.kind[1:]} ({sure}) in {where}: {whose}{worst.evidence}; {todo.advice} "
         f"(cost: {todo.cost}): {todo.code}"
     )
 
@@ -149,7 +154,9 @@ def diagnose(examined: Examination, model: Any, *, log: pd.DataFrame | None = No
     layers = _layers(examined, heads)
     heads, notes = _with_weights(heads, model)
     findings = _judged(examined, heads, layers)
-    if log is not None:
+    if log is not None and log.empty:
+        notes.append("The log has no whole line yet, and tells of no alarms.")
+    elif log is not None:
         findings += findings_of.training(log)
     if not layers["sequences"].max() >= _FEW:
         findings = [replace(one, sure=one.sure and math.isinf(one.worst)) for one in findings]
@@ -194,7 +201,7 @@ def _tokens(heads: pd.DataFrame) -> int:
 def _judged(examined: Examination, heads: pd.DataFrame, layers: pd.DataFrame) -> list[Finding]:
     """What is found in what the model did, less what only follows from something else."""
     begun, large = findings_of.not_finite(heads, examined.not_finite), findings_of.logits(heads)
-    text = findings_of.no_variety(heads, examined.varied)
+    text = findings_of.no_variety(heads, examined.repeated)
     if text:
         return [*begun, *large, *text]
     alike, even = findings_of.tokens(layers), findings_of.uniform(heads)

@@ -148,14 +148,9 @@ def logit_moments(before: Tensor, after: Tensor) -> Tensor:
     n = before.shape[-1]
     if n < 2:
         return before.new_full((*before.shape[:-3], 3), torch.nan)
-    seen = torch.ones(n, n, dtype=before.dtype, device=before.device).tril_()
     count = torch.arange(1, n + 1, dtype=before.dtype, device=before.device)[:, None]
-
-    def centred(x: Tensor) -> Tensor:
-        x = x * seen
-        return x - seen * (x.sum(-1, keepdim=True) / count)
-
-    old, change = centred(before), centred(after - before)
+    both = torch.stack([before, after - before]).tril()
+    both = (both - both.sum(-1, keepdim=True) / count).tril()
+    squares, cross = both.square().sum((-3, -2, -1)), (both[0] * both[1]).sum((-3, -2, -1))
     total = before.shape[-3] * (n * (n + 1) // 2 - 1)  # the first query has one key
-    parts = [(a * b).sum((-3, -2, -1)) / total for a, b in ((old, old), (old, change), (change, change))]
-    return torch.stack(parts, dim=-1)
+    return torch.stack([squares[0], cross, squares[1]], dim=-1) / total
