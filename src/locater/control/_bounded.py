@@ -30,6 +30,7 @@ from locater.names import plain_name
 __all__ = ["Bounded", "Modules", "OneModule"]
 
 Moved: TypeAlias = Callable[[Tensor], bool]
+_Given: TypeAlias = tuple[Tensor | float, Tensor | None]  # the schedule's factor, and whether the step was skipped
 
 _SMALL = 256 << 20  # bytes of W_Q and W_K of a group up to which they are multiplied together, and steps recorded
 
@@ -168,7 +169,7 @@ class Modules(Bounded):
         return self._moments
 
     def hold_back(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> Tensor:
-        def hold_back(given: tuple[Tensor | float, Tensor | None]) -> None:
+        def hold_back(given: _Given) -> None:
             keep = rule.keep(self._moments, given[0], shared_keys=self._shared, every=every)
             if self._linear:
                 assert self._kept is not None
@@ -181,28 +182,28 @@ class Modules(Bounded):
                 rows = self._multiplied()
             self._moments.copy_(self._moments_of(rows))
 
-        self._given_to("hold back", hold_back, rule, factor, overflow, every)
+        self._call("hold back", hold_back, rule, factor, overflow, every)
         return self._moments
 
     def write(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
-        def write(given: tuple[Tensor | float, Tensor | None]) -> None:
+        def write(given: _Given) -> None:
             self.settle()
             found = self._factors(rule, given[0], every)
             if self._kept is not None:
                 found = found._replace(keep=self._kept * found.keep)
             self._mix(self._old, found, given[1])
 
-        self._given_to("write", write, rule, factor, overflow, every)
+        self._call("write", write, rule, factor, overflow, every)
 
     def end(self) -> None:
         if not self._recorded:  # else graphs write to them in the next step
             self._old, self._before, self._gains, self._states = [], [], [], None
             self._rows, self._moved, self._kept = [], [], None
 
-    def _given_to(
+    def _call(
         self,
         name: str,
-        function: Callable[[tuple[Tensor | float, Tensor | None]], None],
+        function: Callable[[_Given], None],
         rule: Decoupled,
         factor: float,
         overflow: Tensor | None,
