@@ -1,8 +1,8 @@
 """The arena where people train: Hugging Face's Llama, 24 million parameters, bytes, compiled, bf16, the shipped methods
-through the public API.
+through the public API. `--small` is 0.8 million parameters for a CPU, in float32 and not compiled.
 
-    python benchmarks/arena_llama.py run FOLDER [--only TEXT] [--minutes M]    trains what FOLDER/runs.jsonl lacks
-    python benchmarks/arena_llama.py show FOLDER                               prints the tables
+    python benchmarks/arena_llama.py run FOLDER [--small] [--only TEXT] [--minutes M]    what FOLDER/runs.jsonl lacks
+    python benchmarks/arena_llama.py show FOLDER                                         prints the tables
 
 A run is one line of the file; what is there is not trained again, but for LocAteR's of another version of its rule; a
 run that was cut off is trained anew. Processes may share a folder. Methods of one seed share their start and their
@@ -18,7 +18,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -33,13 +33,48 @@ from _versions import MARK, newest, outdated, versioned
 from locater import observe
 from locater.control import DecoupledLocAteR, QKClip, QKNorm
 
-BATCH, TOKENS = 16, 512
-UPDATES, LONG = 1_500, 15_000
-TRAIN, VALID = 90_000_000, 1_000_000  # bytes of enwik8: its first 90 million, and a million of the next five
 METHODS = ("none", "LocAteR", "QK-norm", "keys alone", "keys alone, LocAteR", "QK-clip")
-RATES = {"AdamW": (3e-4, 1e-3, 3e-3, 1e-2), "Muon": (1e-3, 3e-3, 1e-2)}  # of none and LocAteR
-RIVALS_RATES = {"AdamW": (1e-3, 3e-3, 1e-2), "Muon": (3e-3, 1e-2)}
 SEEDS, MORE_SEEDS = (0, 1, 2), (3, 4, 5, 6, 7)  # more of none and LocAteR, at the rate that is best without protection
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is trained, on what, and at which rates. Runs of two sizes differ in their number of updates."""
+
+    device: str
+    width: int
+    layers: int
+    heads: int
+    key_heads: int
+    inner: int
+    batch: int
+    tokens: int
+    train: int  # bytes of enwik8, its first
+    valid: int  # and those after them
+    updates: int
+    long: int | None  # updates of a few runs; a few others are on words then
+    look_every: int
+    rates: dict[str, tuple[float, ...]]  # of none and LocAteR
+    rivals_rates: dict[str, tuple[float, ...]]
+    first_at_full_rate: bool = False  # before warm-up begins: a fault of the runs in results/arena-llama
+
+    @property
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda")
+
+
+LARGE = Size(
+    device="cuda", width=512, layers=8, heads=8, key_heads=4, inner=1_408, batch=16, tokens=512,
+    train=90_000_000, valid=1_000_000, updates=1_500, long=15_000, look_every=250,
+    rates={"AdamW": (3e-4, 1e-3, 3e-3, 1e-2), "Muon": (1e-3, 3e-3, 1e-2)},
+    rivals_rates={"AdamW": (1e-3, 3e-3, 1e-2), "Muon": (3e-3, 1e-2)}, first_at_full_rate=True,
+)  # fmt: skip
+SMALL = Size(
+    device="cpu", width=128, layers=4, heads=4, key_heads=2, inner=352, batch=8, tokens=128,
+    train=90_000_000, valid=65_536, updates=600, long=None, look_every=50,
+    rates={"AdamW": (1e-3, 3e-3, 1e-2, 3e-2), "Muon": (3e-3, 1e-2, 3e-2)},
+    rivals_rates={"AdamW": (3e-3, 1e-2, 3e-2), "Muon": (1e-2, 3e-2)},
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,7 +83,7 @@ class Run:
     optimizer: str
     rate: float
     seed: int
-    updates: int = UPDATES
+    updates: int
     unit: str = "bytes"
 
     @property
@@ -56,43 +91,50 @@ class Run:
         return f"{self.method}, {self.optimizer} {self.rate:g}, seed {self.seed}, {self.updates} updates, {self.unit}"
 
 
-def plan(known: list[tuple[Run, dict]]) -> Iterator[Run]:
+def plan(known: list[tuple[Run, dict]], size: Size = LARGE) -> Iterator[Run]:
     """All comparisons, in the order in which they are trained; some are at the rate that is best without protection."""
-    yield from planned(best_rates(known))
+    yield from planned(best_rates(known, size), size)
 
 
-def planned(best: dict[str, float | None]) -> Iterator[Run]:
-    longest = [Run(method, "AdamW", 1e-3, 0, LONG) for method in ("none", "LocAteR", "QK-norm")]
+def planned(best: dict[str, float | None], size: Size) -> Iterator[Run]:
+    def runs(methods: Sequence[str], optimizer: str, rate: float | None, seeds: Sequence[int]) -> Iterator[Run]:
+        if rate is not None:
+            yield from (Run(method, optimizer, rate, seed, size.updates) for seed in seeds for method in methods)
+
+    longest, words = [], []
+    if size.long is not None:
+        three = "none", "LocAteR", "QK-norm"
+        longest = [Run(method, "AdamW", 1e-3, 0, size.long) for method in three]
+        words = [Run(method, "AdamW", 1e-3, 0, size.updates, "words") for method in three]
     found = None not in best.values()
     if found:  # nothing waits for the others: the longest begin first, and processes end together
         yield from longest
-    for optimizer, rates in RATES.items():
+    for optimizer, rates in size.rates.items():
         for rate in rates:
-            for seed in SEEDS:
-                yield from (Run(method, optimizer, rate, seed) for method in ("none", "LocAteR"))
+            yield from runs(("none", "LocAteR"), optimizer, rate, SEEDS)
     for optimizer, rate in best.items():
-        if rate is not None:
-            for seed in MORE_SEEDS:
-                yield from (Run(method, optimizer, rate, seed) for method in ("none", "LocAteR"))
-    for optimizer, rates in RIVALS_RATES.items():
+        yield from runs(("none", "LocAteR"), optimizer, rate, MORE_SEEDS)
+    for optimizer, rates in size.rivals_rates.items():
         for rate in rates:
-            for seed in SEEDS:
-                yield from (Run(method, optimizer, rate, seed) for method in ("QK-norm", "keys alone"))
+            yield from runs(("QK-norm", "keys alone"), optimizer, rate, SEEDS)
     for method, optimizer in (("keys alone, LocAteR", "AdamW"), ("QK-clip", "AdamW"), ("QK-clip", "Muon")):
-        yield from (Run(method, optimizer, rate, seed) for seed in SEEDS if (rate := best[optimizer]) is not None)
-    yield from (Run(method, "AdamW", 1e-3, 0, unit="words") for method in ("none", "LocAteR", "QK-norm"))
+        yield from runs((method,), optimizer, best[optimizer], SEEDS)
+    yield from words
     if not found:
         yield from longest
 
 
-def best_rates(known: list[tuple[Run, dict]]) -> dict[str, float | None]:
-    return {optimizer: best_rate(optimizer, known) for optimizer in RATES}
+def best_rates(known: list[tuple[Run, dict]], size: Size) -> dict[str, float | None]:
+    return {optimizer: best_rate(optimizer, known, size) for optimizer in size.rates}
 
 
-def best_rate(optimizer: str, known: list[tuple[Run, dict]]) -> float | None:
+def best_rate(optimizer: str, known: list[tuple[Run, dict]], size: Size) -> float | None:
     """Of the lowest mean loss without protection over `SEEDS`, once all of them are known."""
     found = {run: line["loss"] for run, line in known}
-    losses = {rate: [found.get(Run("none", optimizer, rate, seed)) for seed in SEEDS] for rate in RATES[optimizer]}
+    losses = {
+        rate: [found.get(Run("none", optimizer, rate, seed, size.updates)) for seed in SEEDS]
+        for rate in size.rates[optimizer]
+    }
     if any(loss is None for each in losses.values() for loss in each):
         return None
     return min(losses, key=lambda rate: sum(losses[rate]))
@@ -102,42 +144,47 @@ def best_rate(optimizer: str, known: list[tuple[Run, dict]]) -> float | None:
 
 
 class Text:
-    """Bytes of enwik8, or words of WikiText-2, as tokens on the GPU."""
+    """Bytes of enwik8, or words of WikiText-2, as tokens on the device."""
 
-    def __init__(self, unit: str) -> None:
+    def __init__(self, unit: str, size: Size) -> None:
+        self.size = size
         folder = Path(os.environ.get("LOCATER_DATA", "data"))
         if unit == "bytes":
             with gzip.open(folder / "enwik8" / "enwik8.gz") as file:
-                tokens = np.frombuffer(file.read(TRAIN + VALID), dtype=np.uint8)
-            self.train, self.valid, self.vocabulary = tokens[:TRAIN], tokens[TRAIN:], 256
+                tokens = np.frombuffer(file.read(size.train + size.valid), dtype=np.uint8)
+            self.train, self.valid, self.vocabulary = tokens[: size.train], tokens[size.train :], 256
         else:
             at = folder / "wikitext-2"
             lines = {part: (at / f"{part}.txt").read_text("utf-8").split() for part in ("train", "valid")}
             words = {word: i for i, word in enumerate(dict.fromkeys(lines["train"]))}
             self.train, self.valid = (np.array([words.get(w, 0) for w in lines[part]], np.int32) for part in lines)
             self.vocabulary = len(words)
-        self.train, self.valid = (torch.from_numpy(x.copy()).cuda() for x in (self.train, self.valid))
+        self.train, self.valid = (torch.from_numpy(x.copy()).to(size.device) for x in (self.train, self.valid))
 
     def batch(self, generator: torch.Generator) -> torch.Tensor:
-        starts = torch.randint(len(self.train) - TOKENS, (BATCH, 1), generator=generator, device="cuda")
-        return self.train[starts + torch.arange(TOKENS, device="cuda")].long()
+        batch, tokens, device = self.size.batch, self.size.tokens, self.size.device
+        starts = torch.randint(len(self.train) - tokens, (batch, 1), generator=generator, device=device)
+        return self.train[starts + torch.arange(tokens, device=device)].long()
 
     def batches(self) -> Iterator[torch.Tensor]:
-        rows = self.valid[: len(self.valid) // (BATCH * TOKENS) * BATCH * TOKENS].view(-1, BATCH, TOKENS)
+        shape = self.size.batch, self.size.tokens
+        rows = self.valid[: len(self.valid) // math.prod(shape) * math.prod(shape)].view(-1, *shape)
         yield from (row.long() for row in rows)
 
 
 # ---------------------------------------------------------------------- a run
 
 
-def built(vocabulary: int) -> nn.Module:
+def built(text: Text) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    size = text.size
     config = LlamaConfig(
-        hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1408,
-        vocab_size=vocabulary, use_cache=False, max_position_embeddings=TOKENS,
+        hidden_size=size.width, num_hidden_layers=size.layers, num_attention_heads=size.heads,
+        num_key_value_heads=size.key_heads, intermediate_size=size.inner, vocab_size=text.vocabulary, use_cache=False,
+        max_position_embeddings=size.tokens,
     )  # fmt: skip
-    return LlamaForCausalLM(config).cuda().train()
+    return LlamaForCausalLM(config).to(size.device).train()
 
 
 def optimizers_of(model: nn.Module, kind: str, rate: float) -> list[torch.optim.Optimizer]:
@@ -168,7 +215,7 @@ class Trainer:
     """
 
     def __init__(self, method: str, text: Text) -> None:
-        self.text, self.model = text, built(text.vocabulary)
+        self.text, self.size, self.model = text, text.size, built(text)
         self.norm = self.locater = self.clip = None
         if method.startswith(("QK-norm", "keys alone")):
             self.norm = QKNorm(queries=method == "QK-norm").apply(self.model)
@@ -177,12 +224,13 @@ class Trainer:
             self.fresh = self.locater.state_dict()
         # QK-clip looks at q and k in every forward, and is not compiled
         self.clips = method == "QK-clip"
-        self.compiled = self.model if self.clips else torch.compile(self.model, mode="reduce-overhead")
+        plain = self.clips or self.size.device == "cpu"
+        self.compiled = self.model if plain else torch.compile(self.model, mode="reduce-overhead")
 
     def optimizers(self, run: Run) -> list[torch.optim.Optimizer]:
         """New ones, the method at work in their steps, and the model at its start."""
         torch.manual_seed(run.seed)
-        self.model.load_state_dict(built(self.text.vocabulary).state_dict(), strict=False)
+        self.model.load_state_dict(built(self.text).state_dict(), strict=False)
         if self.norm is not None:
             for gain in self.norm.parameters:
                 gain.detach().fill_(1.0)
@@ -200,24 +248,24 @@ class Trainer:
     def __call__(self, run: Run) -> dict:
         optimizers = self.optimizers(run)
         rates = [[group["lr"] for group in one.param_groups] for one in optimizers]
-        generator = torch.Generator("cuda").manual_seed(run.seed)
+        generator = torch.Generator(self.size.device).manual_seed(run.seed)
         largest, lowest, losses, watching, began = 0.0, math.inf, [], 0.0, time.perf_counter()
         for update in range(run.updates):
-            loss = self.step(optimizers, self.text.batch(generator))
+            part = 1.0 if update == 0 and self.size.first_at_full_rate else factor(update, run.updates)
             for one, own in zip(optimizers, rates, strict=True):
-                one.step()
                 for group, rate in zip(one.param_groups, own, strict=True):
-                    group["lr"] = rate * factor(update + 1, run.updates)
-            if update % 250 == 249:
+                    group["lr"] = rate * part
+            loss = self.step(optimizers, self.text.batch(generator))
+            for one in optimizers:
+                one.step()
+            if (update + 1) % self.size.look_every == 0:
                 losses.append(float(loss))
                 at = time.perf_counter()
                 logit, entropy = self.watched()
-                largest, lowest, watching = (
-                    max(largest, logit),
-                    min(lowest, entropy),
-                    watching + time.perf_counter() - at,
-                )
-        torch.cuda.synchronize()
+                largest, lowest = max(largest, logit), min(lowest, entropy)
+                watching += time.perf_counter() - at
+        if self.size.device == "cuda":
+            torch.cuda.synchronize()
         took = time.perf_counter() - began - watching
         found = {**asdict(run), "loss": self.loss(), "largest_logit": largest, "lowest_entropy": lowest}
         found |= {"train_losses": [round(x, 4) for x in losses], "seconds": took}
@@ -226,7 +274,7 @@ class Trainer:
     def step(self, optimizers: list[torch.optim.Optimizer], ids: torch.Tensor) -> torch.Tensor:
         for one in optimizers:
             one.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16):
+        with self.size.autocast:
             loss = self.compiled(input_ids=ids, labels=ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -235,7 +283,7 @@ class Trainer:
     @torch.no_grad()
     def watched(self) -> tuple[float, float]:
         """The largest logit of any head and the lowest mean entropy of a layer, on 8 held-out sequences."""
-        ids = self.text.valid[: 8 * TOKENS].view(8, TOKENS).long()
+        ids = self.text.valid[: 8 * self.size.tokens].view(8, self.size.tokens).long()
         with torch.compiler.set_stance("force_eager"), observe(self.model) as seen:
             self.model.eval()(input_ids=ids)
         self.model.train()
@@ -247,39 +295,39 @@ class Trainer:
         """Nats a token, held out."""
         total = []
         for ids in self.text.batches():
-            with torch.autocast("cuda", torch.bfloat16):
+            with self.size.autocast:
                 total.append(self.compiled(input_ids=ids, labels=ids).loss.clone())  # graphs write there again
         return float(torch.stack(total).mean())
 
 
-def missing(path: Path, only: str) -> tuple[Run, FileLock] | None:
+def missing(path: Path, only: str, size: Size = LARGE) -> tuple[Run, FileLock] | None:
     """The next run that is neither trained nor being trained by another process, which is kept from it."""
-    runs = (run for run in plan(read(path)) if re.match(only, run.name))
+    runs = (run for run in plan(read(path), size) if re.match(only, run.name))
     return claim(path.parent, runs, lambda: done(read(path)), lambda run: run.name)
 
 
-def more_to_come(known: list[tuple[Run, dict]], only: str) -> bool:
+def more_to_come(known: list[tuple[Run, dict]], only: str, size: Size) -> bool:
     """Whether runs that match are planned once all best rates are known, whichever they are."""
-    best = best_rates(known)
-    cases = product(*(RATES[optimizer] if rate is None else [rate] for optimizer, rate in best.items()))
-    later = {run for case in cases for run in planned(dict(zip(best, case, strict=True)))}
-    return any(re.match(only, run.name) for run in later.difference(planned(best)))
+    best = best_rates(known, size)
+    cases = product(*(size.rates[optimizer] if rate is None else [rate] for optimizer, rate in best.items()))
+    later = {run for case in cases for run in planned(dict(zip(best, case, strict=True)), size)}
+    return any(re.match(only, run.name) for run in later.difference(planned(best, size)))
 
 
-def run_all(folder: Path, only: str, minutes: float) -> None:
+def run_all(folder: Path, only: str, minutes: float, size: Size = LARGE) -> None:
     """Several processes may share a folder. Where a best rate is not known yet, it is waited for while others train."""
     path, end = folder / "runs.jsonl", time.monotonic() + 60 * minutes
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.cache_size_limit = 64
     texts, trainers, alone = {}, {}, 0
     while time.monotonic() < end:
-        found = missing(path, only)
+        found = missing(path, only, size)
         if found is None:
             known = read(path)
-            if None not in best_rates(known).values():
+            if None not in best_rates(known, size).values():
                 return
             alone = 0 if somebody_trains(folder) else alone + 1  # twice: others may be between two runs
-            if alone > 1 or not more_to_come(known, only):
+            if alone > 1 or not more_to_come(known, only, size):
                 print("nothing else that matches can be trained before the best rates without protection are known, "
                       "which runs without --only, or with --only none, find", flush=True)  # fmt: skip
                 return
@@ -288,7 +336,7 @@ def run_all(folder: Path, only: str, minutes: float) -> None:
         run, lock = found
         try:
             if run.unit not in texts:
-                texts[run.unit] = Text(run.unit)
+                texts[run.unit] = Text(run.unit, size)
             if (run.method, run.unit) not in trainers:
                 trainers[run.method, run.unit] = Trainer(run.method, texts[run.unit])
             line = trainers[run.method, run.unit](run)
@@ -358,8 +406,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default="", help="runs whose name matches this regular expression from its start")
     parser.add_argument("--minutes", type=float, default=math.inf, help="no run is begun after so many")
+    parser.add_argument("--small", action="store_true", help="the model for a CPU")
     given = parser.parse_args()
-    run_all(given.folder, given.only, given.minutes) if given.what == "run" else show(given.folder)
+    if given.what == "run":
+        run_all(given.folder, given.only, given.minutes, SMALL if given.small else LARGE)
+    else:
+        show(given.folder)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from scipy import stats
 
@@ -32,6 +34,32 @@ def tuning():
 
 
 @pytest.fixture
+def tiny(benchmark, tmp_path, monkeypatch):
+    """The model for a CPU, smaller still, and its text."""
+    folder = tmp_path / "enwik8"
+    folder.mkdir()
+    drawn = np.random.default_rng(0).integers(97, 123, 5_000, dtype=np.uint8)
+    (folder / "enwik8.gz").write_bytes(gzip.compress(drawn.tobytes()))
+    monkeypatch.setenv("LOCATER_DATA", str(tmp_path))
+    size = replace(benchmark.SMALL, width=32, layers=2, inner=64, batch=2, tokens=64, train=4_000, valid=600,
+                   updates=4, look_every=4)  # fmt: skip
+    return benchmark.Text("bytes", size)
+
+
+def test_every_method_trains_from_one_start_again_and_again(benchmark, tiny):
+    """Through the public API; a run says the same whatever its trainer has trained before."""
+    losses = {}
+    for method, optimizer in zip(benchmark.METHODS, 3 * ("AdamW", "Muon"), strict=True):
+        trainer = benchmark.Trainer(method, tiny)
+        runs = [benchmark.Run(method, optimizer, 0.05, seed, 4) for seed in (0, 1, 0)]
+        lines = [trainer(run) | {"seconds": 0} for run in runs]
+        assert all(math.isfinite(line["loss"]) and line["largest_logit"] > 0 for line in lines)
+        assert lines[0] == lines[2] != lines[1]
+        losses[method] = lines[0]["loss"]
+    assert len({losses["none"], losses["QK-norm"], losses["keys alone"]}) == 3
+
+
+@pytest.fixture
 def trained(benchmark, monkeypatch):
     """The names of the runs that `run_all` trains, in their order; a process that would wait fails."""
     names = []
@@ -48,7 +76,7 @@ def trained(benchmark, monkeypatch):
         raise AssertionError(f"waits {seconds} s")
 
     monkeypatch.setattr(benchmark, "Trainer", Trainer)
-    monkeypatch.setattr(benchmark, "Text", lambda _: None)
+    monkeypatch.setattr(benchmark, "Text", lambda *_: None)
     monkeypatch.setattr(benchmark.time, "sleep", wait)
     return names
 
@@ -118,9 +146,9 @@ def test_the_longest_runs_begin_as_soon_as_the_best_rates_are_known(benchmark):
     for at in ([], known):
         runs = list(benchmark.plan(at))
         assert len(set(runs)) == len(runs)
-        assert sum(run.updates == benchmark.LONG for run in runs) == 3
-    assert [run.updates == benchmark.LONG for run in benchmark.plan(known)][:4] == [True, True, True, False]
-    assert next(iter(benchmark.plan([]))).updates == benchmark.UPDATES
+        assert sum(run.updates == benchmark.LARGE.long for run in runs) == 3
+    assert [run.updates == benchmark.LARGE.long for run in benchmark.plan(known)][:4] == [True, True, True, False]
+    assert next(iter(benchmark.plan([]))).updates == benchmark.LARGE.updates
 
 
 @pytest.mark.parametrize("end", ['{"method": "none", "optim', "", "\n"])
