@@ -285,7 +285,7 @@ class Modules(Bounded):
         if self._rotation is not None:
             assert self._first.rope is not None
             q, k = (self._first.rope.rotate_by(x, *self._rotation) for x in (q, k))
-        return self._first.scale * (q @ k.mT)
+        return (self._first.scale * q) @ k.mT
 
 
 def _stacked(norms: Sequence[Norm | None]) -> Tensor | None:

@@ -59,9 +59,9 @@ class Stored:
 
     def copied(self) -> Copy:
         """As it is now."""
-        if self._table is not None and not _step_kernels.transposed(self.views[0]):
-            return torch.stack(self.views)
-        return [view.clone() for view in self.views]
+        if self._sharded or (self._table is not None and _step_kernels.transposed(self.views[0])):
+            return [view.clone() for view in self.views]
+        return torch.stack(self.views)
 
     def mix_(self, old: Copy, keep: Tensor, factor: Tensor) -> None:
         """W ← factor · (old + keep · (W − old)), factors of heads (S, G, R or 1)."""

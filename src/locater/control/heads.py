@@ -42,7 +42,7 @@ class Heads:
 
     def product(self, q: Tensor, k: Tensor) -> Tensor:
         """Logits (…, H, B, n, n) of queries and keys as they are compared."""
-        return self.logit_scale * (q @ k.mT)
+        return (self.logit_scale * q) @ k.mT
 
     def compared(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys (…, H, B, n, K), linear in the weights and biases."""

@@ -149,8 +149,9 @@ def logit_moments(before: Tensor, after: Tensor) -> Tensor:
     if n < 2:
         return before.new_full((*before.shape[:-3], 3), torch.nan)
     count = torch.arange(1, n + 1, dtype=before.dtype, device=before.device)[:, None]
-    both = torch.stack([before, after - before]).tril()
-    both = (both - both.sum(-1, keepdim=True) / count).tril()
-    squares, cross = both.square().sum((-3, -2, -1)), (both[0] * both[1]).sum((-3, -2, -1))
+    both = torch.stack([before, after - before]).tril_()  # n × n of every head: in place, memory is what takes time
+    both.sub_(both.sum(-1, keepdim=True) / count).tril_()
+    cross = (both[0] * both[1]).sum((-3, -2, -1))
+    squares = both.square_().sum((-3, -2, -1))
     total = before.shape[-3] * (n * (n + 1) // 2 - 1)  # the first query has one key
     return torch.stack([squares[0], cross, squares[1]], dim=-1) / total
