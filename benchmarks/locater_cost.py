@@ -243,9 +243,15 @@ def loops(device: str) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     if device == "cpu":
-        print("GPT-2, 2 layers × 64, 8 × 64 tokens:")
-        small = GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=64, vocab_size=256)
-        loop(lambda: GPT2LMHeadModel(small), torch.randint(256, (8, 64)), compiled=False, rounds=20, steps=10)
+        # the demo's size, and one where a step is next to nothing
+        for layers, vocabulary, batch in ((1, 4096, 32), (2, 256, 8)):
+            print(f"GPT-2, layers: {layers}, width 64, vocabulary {vocabulary:,}, {batch} × 64 tokens:")
+            small = GPT2Config(
+                n_embd=64, n_layer=layers, n_head=2, n_positions=64, vocab_size=vocabulary,
+                bos_token_id=None, eos_token_id=None,
+            )  # fmt: skip
+            ids = torch.randint(vocabulary, (batch, 64))
+            loop(lambda config=small: GPT2LMHeadModel(config), ids, compiled=False, rounds=20, steps=10)
         return
     torch.set_float32_matmul_precision("high")
     config = LlamaConfig(
