@@ -24,7 +24,8 @@ _BROKE = "a seed broke"
 
 
 def against_rate(models: pd.DataFrame, title: str, unit: str) -> Drawing:
-    """At every contender's default strength: the mean over seeds, the band from the lowest to the highest.
+    """At every contender's default strength: the mean over seeds; of LocAteR and no protection a band, too, from the
+    lowest to the highest.
 
     Where a seed has no finite number there is no mean: the line is interrupted, and a cross stands at the top edge.
     """
@@ -32,7 +33,7 @@ def against_rate(models: pd.DataFrame, title: str, unit: str) -> Drawing:
     drawn = Figure(figsize=(10.2, 3.9), layout="constrained")
     axes = drawn.subplots(1, 3)
     seeds = models.seed.nunique()
-    spread = "one seed" if seeds == 1 else f"mean and range of {seeds} seeds"
+    spread = "one seed" if seeds == 1 else f"mean of {seeds} seeds (bands: range)"
     drawn.suptitle(f"{title}; default strengths, {spread}", fontsize=9)
     lines: dict[str, Any] = {}
     broken: list[dict[float, list[Any]]] = [defaultdict(list) for _ in axes]  # by rate, the colours of those that broke
@@ -42,12 +43,13 @@ def against_rate(models: pd.DataFrame, title: str, unit: str) -> Drawing:
             continue
         ours = key.startswith("locater")
         style: dict[str, Any] = {"color": colour, "linestyle": ":" if key == "none" else "-" if ours else "--"}
-        style |= {"linewidth": 2.2 if ours else 1.2, "label": CONTENDERS[key].label}
+        style |= {"linewidth": 2.2 if ours else 1.2, "zorder": 3 if ours else 2, "label": CONTENDERS[key].label}
         line: dict[str, Any] = {}
         quantities = (("loss", part.loss / per), ("max_logit", part.max_logit), ("entropy", part.entropy))
         for ax, crosses, (quantity, values) in zip(axes, broken, quantities, strict=True):
             at = _over_seeds(values, part.learning_rate)
-            ax.fill_between(at.index, at["min"], at["max"], color=colour, alpha=0.12, linewidth=0)
+            if ours or key == "none":
+                ax.fill_between(at.index, at["min"], at["max"], color=colour, alpha=0.15, linewidth=0)
             ax.plot(at.index, at["mean"], marker="o", markersize=3, **style)
             for rate in at.index[at.broke > 0]:
                 crosses[float(rate)].append(colour)
