@@ -43,13 +43,16 @@ def arena_command(
     ] = None,
     steps: StepsOption = None,
     settings: SetOption = None,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Train anew what another version of a method trained there, and only that.")
+    ] = False,
     device: DeviceOption = None,
     listed: Annotated[bool, typer.Option("--list", help="Say what there is, and train nothing.")] = False,
     json_file: JsonOption = None,
 ) -> None:
     """Train a decoder at rising learning rates with LocAteR and with its rivals; a table, and a figure."""
     from locater.figures import draw_arena
-    from locater.lab.arena import ARENAS, CONTENDERS, finished, read_arena, run_arena, summary
+    from locater.lab.arena import ARENAS, CONTENDERS, finished, outdated, read_arena, run_arena, summary
 
     if listed:
         terminal.out().print(terminal.table([{"arena": key, "is": one.about} for key, one in ARENAS.items()], ""))
@@ -73,8 +76,10 @@ def arena_command(
     if tuned is not None:
         arena = replace(arena, tuned=tuned)
     folder = out or Path("runs") / f"arena-{name}"
+    if renew:
+        arena = replace(arena, contenders=_old(folder, outdated(folder), arena.contenders))
     with watching() as watch:
-        run_arena(arena, folder, device=device, watch=watch)
+        run_arena(arena, folder, device=device, renew=renew, watch=watch)
     models = read_arena(folder, arena.contenders)
     tables = {which: summary(models, which) for which in (("default", "best") if arena.tuned else ("default",))}
     # those too that are there from other commands: the folder has one figure
@@ -90,6 +95,13 @@ def arena_command(
             terminal.out().print(terminal.table(_for_people(table, bits), title))
         for path in pictures:
             print(path)
+
+
+def _old(folder: Path, outdated: set[str], contenders: tuple[str, ...]) -> tuple[str, ...]:
+    """Of these contenders those to renew."""
+    if found := tuple(name for name in contenders if name in outdated):
+        return found
+    raise LocaterError(f"nothing to renew: {folder} holds none of these contenders by another version of its method")
 
 
 def _given(text: str, kind: type[Number], option: str, what: str, least: float) -> tuple[Number, ...]:

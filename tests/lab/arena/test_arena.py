@@ -138,12 +138,16 @@ def test_a_run_of_somebody_elses_in_a_group_s_place_is_refused_before_anything_i
     assert everything_in(tmp_path) == before
 
 
-def test_what_was_trained_by_another_version_of_a_method_is_not_taken_for_this_one_s(folder, tmp_path):
-    shutil.copytree(folder / "locater-auto", tmp_path / "locater-auto")
-    path = tmp_path / "locater-auto" / "sweep.json"
+def make_old(folder):
+    path = folder / "locater-auto" / "sweep.json"
     plan = json.loads(path.read_text())
     assert plan.pop("rule") > 1  # which folders did not say before
     path.write_text(json.dumps(plan))
+
+
+def test_what_was_trained_by_another_version_of_a_method_is_not_taken_for_this_one_s(folder, tmp_path):
+    shutil.copytree(folder / "locater-auto", tmp_path / "locater-auto")
+    make_old(tmp_path)
     for contenders in (("locater-auto",), ("none", "qk-norm")):
         with pytest.raises(
             LocaterError, match=r"locater-auto was trained by another version of locater-auto than this"
@@ -152,6 +156,50 @@ def test_what_was_trained_by_another_version_of_a_method_is_not_taken_for_this_o
     assert [child.name for child in tmp_path.iterdir()] == ["locater-auto"]
     assert outdated(tmp_path) == {"locater-auto"}
     assert outdated(folder) == set()
+
+
+def test_what_another_version_trained_is_renewed_where_that_is_asked_for_and_nothing_else(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(ARENAS, "laptop", SMALL)
+    for name in ("none", "locater-auto"):
+        shutil.copytree(folder / name, tmp_path / name)
+    shutil.copy(folder / "cost.json", tmp_path)
+    make_old(tmp_path)
+    metrics = tmp_path / "locater-auto" / "group-00" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"step": 3', '"step": 4'))  # not what is trained today
+    kept = everything_in(tmp_path / "none")
+    command = ["arena", "--renew", "--out", str(tmp_path), "--device", "cpu"]
+    done = CliRunner().invoke(app, command, env={"COLUMNS": "250"})
+    assert done.exit_code == 0, done.output
+    assert outdated(tmp_path) == set()
+    losses = [read_arena(where, ("locater-auto",)).loss for where in (tmp_path, folder)]
+    assert losses[0].tolist() == pytest.approx(losses[1].tolist(), rel=1e-6)  # float32's, whatever the threads
+    assert everything_in(tmp_path / "none") == kept
+    before = everything_in(tmp_path)
+    again = CliRunner().invoke(app, command, env={"COLUMNS": "250"})
+    assert "nothing to renew" in f"{again.output} {again.exception}"
+    assert everything_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("change", ["conditions", "groups", "others"])
+def test_nothing_is_removed_for_what_cannot_be_renewed(folder, tmp_path, change):
+    for name in ("none", "locater-auto"):
+        shutil.copytree(folder / name, tmp_path / name)
+    make_old(tmp_path)
+    arena = replace(SMALL, contenders=("locater-auto",))
+    if change == "conditions":
+        arena, words = replace(arena, seeds=(0,)), "holds none with seeds"
+    elif change == "groups":
+        shutil.rmtree(tmp_path / "locater-auto" / "group-00")
+        shutil.copytree(folder / "softcap" / "group-00", tmp_path / "locater-auto" / "group-00")
+        words = "group-00 holds a run that is not of this arena"
+    else:
+        arena, words = replace(arena, contenders=("none",)), "trained by another version of locater-auto"
+    before = everything_in(tmp_path)
+    with pytest.raises(LocaterError, match=words):
+        run_arena(arena, tmp_path, device="cpu", renew=True)
+    assert everything_in(tmp_path) == before
 
 
 def test_what_was_cut_off_is_trained_anew_though_it_kept_checkpoints(tmp_path):

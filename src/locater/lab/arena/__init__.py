@@ -17,7 +17,15 @@ import numpy as np
 from locater.control.rules.locater import paper_strengths
 from locater.errors import LocaterError
 from locater.lab.arena.cost import REFERENCE, Cost, read_costs, time_contenders, write_timing
-from locater.lab.arena.folder import Entry, check_groups, conditions, difference, discard_unfinished, entries_in
+from locater.lab.arena.folder import (
+    Entry,
+    check_groups,
+    conditions,
+    difference,
+    discard,
+    discard_unfinished,
+    entries_in,
+)
 from locater.lab.config import KAPPA_1, Config, Member, ModelConfig
 from locater.lab.data import Corpus, load_corpus
 from locater.lab.engine.methods import METHODS
@@ -146,23 +154,32 @@ def run_arena(
     *,
     device: str | None = None,
     group_size: int = 45,
+    renew: bool = False,
     watch: Callable[[str, Progress], None] | None = None,
 ) -> None:
     """Times the contenders, then trains every one into a folder of its own.
 
     What is there already is neither timed nor trained again, a timing of another version of the method apart; a group
-    that was cut off is trained anew.
+    that was cut off is trained anew. What another version of a method trained is refused, or with `renew` removed and
+    trained anew.
     """
     folder = Path(folder)
     _check_names(arena.contenders)
     torch_device = device_of(device)
     corpus = load_corpus(arena.config.data, unit=arena.config.unit, vocabulary=arena.config.vocabulary)
     check_sizes(arena.config, corpus)
-    _check_folder(arena, folder, corpus)
+    entries = entries_in(folder)
+    renewed = [entry.plan for entry in entries if renew and entry.contender in arena.contenders and _is_outdated(entry)]
+    _check_folder(arena, folder, [entry for entry in entries if entry.plan not in renewed], corpus)
     plans = [_plan(arena, name, folder, group_size) for name in arena.contenders]
     for plan in plans:  # all of them, before anything is written or removed
-        plan.check()
-        check_groups(plan)
+        if plan.folder not in {earlier.folder for earlier in renewed}:
+            plan.check()
+            check_groups(plan)
+    for earlier in renewed:
+        check_groups(earlier)
+    for earlier in renewed:
+        discard(earlier)
     costs, old = _costs(folder)
     if untimed := [name for name in arena.contenders if name not in costs or name in old]:
         timed = {name: arena.planned(name) for name in (REFERENCE, *untimed)}
@@ -193,15 +210,15 @@ def _check_names(contenders: Sequence[str]) -> None:
         raise LocaterError(f"there is no contender {unknown[0]!r}; there are {', '.join(CONTENDERS)}")
 
 
-def _check_folder(arena: Arena, folder: Path, corpus: Corpus) -> None:
+def _check_folder(arena: Arena, folder: Path, entries: Sequence[Entry], corpus: Corpus) -> None:
     """A folder holds one arena: what is trained into it must fit what is there."""
     name = arena.contenders[0]
     wanted = conditions(*arena.planned(name), corpus.fingerprint)
-    for entry in entries_in(folder):
+    for entry in entries:
         if _is_outdated(entry):
             raise LocaterError(
                 f"{entry.plan.folder} was trained by another version of {entry.plan.config.model.method} than this "
-                "one: choose another folder, or remove that one to train it anew"
+                "one: choose another folder, or train it anew (--renew)"
             )
         if found := difference(entry.conditions(), wanted):
             what, then, now = found

@@ -15,7 +15,7 @@ from locater.lab.runs.lock import exclusive_lock
 from locater.lab.runs.records import read_records, read_run
 from locater.lab.runs.sweep import Plan
 
-__all__ = ["Entry", "check_groups", "conditions", "difference", "discard_unfinished", "entries_in"]
+__all__ = ["Entry", "check_groups", "conditions", "difference", "discard", "discard_unfinished", "entries_in"]
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,22 @@ def discard_unfinished(plan: Plan) -> None:
     for folder, group in plan.begun():
         with exclusive_lock(folder):  # nobody trains there now, and whoever did has written all there is
             if _missing(plan.config, _by_member(folder, group.members)):
-                # the metrics first: without run.json they would be taken for another run's
-                for name in ("metrics.jsonl", "metrics.jsonl.gz", "run.json"):
-                    (folder / name).unlink(missing_ok=True)
-                shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+                _remove_run(folder)
+
+
+def discard(plan: Plan) -> None:
+    """Removes all that was trained by a plan, and the plan; `check_groups` comes before."""
+    for folder, _ in plan.begun():
+        with exclusive_lock(folder):
+            _remove_run(folder)
+    (plan.folder / "sweep.json").unlink()
+
+
+def _remove_run(folder: Path) -> None:
+    # the metrics first: without run.json they would be taken for another run's
+    for name in ("metrics.jsonl", "metrics.jsonl.gz", "run.json"):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
 def _by_member(folder: Path, members: Sequence[Member]) -> dict[str, list[dict[str, Any]]]:
