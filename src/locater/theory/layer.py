@@ -9,19 +9,24 @@ lemma, E p_i n_i = Σ_j E[∂p_i/∂ω_j] Cov(n_i, ω_j) with ∂p_i/∂ω_j = p
 The weights' expectations given x_q are those of normal logits; no token but the query is drawn, and what is left of
 sampling is given as a standard error. W_V and W_O are linear, and heads add up.
 
-The output's covariance between positions has no such form. `AttentionLayer.closure` measures how far the closure
-Cov(o_i, o_j) ≈ K′_ij Σ′, which would make the next layer's input one of the same kind, and normality are from it.
+Covariances have a law, too. Given the tokens at two queries, the noise of every token is a part along the Σh of both
+queries and all heads, of which the logits are made, and a rest of covariance C ⊗ Σ⊥ that no logit depends on. Given
+the logits as well, outputs are therefore normal, of covariance Σ_ab (p_aᵀ C p_b) O_a Σ⊥ O_bᵀ over heads (O = W_O W_V);
+that of their means over all logits is added to it.
+
+It is not of the form K′_ij Σ′, which the next layer's tokens would need. `AttentionLayer.closure` measures how far the
+nearest of that form, and normality, are from it.
 
 Legend: T tokens, D width, K head width, H heads, N samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from locater.errors import LocaterError
 from locater.theory import _checks as check
@@ -174,6 +179,57 @@ class AttentionLayer:
             signals.append(beta)
         return output, np.stack(weights), np.stack(signals)
 
+    def output_covariance(
+        self,
+        process: TokenProcess,
+        queries: tuple[int, int] = (-1, -1),
+        *,
+        covariance: ArrayLike | None = None,
+        mean: ArrayLike | None = None,
+        samples: int | None = None,
+        seed: int = 0,
+    ) -> tuple[Array, Array]:
+        """Cov(o_i, o_j) (D, D) of the outputs of two queries, or of one with itself, and its standard error."""
+        tokens = _Tokens.of(process, self.width, covariance, mean)
+        given = _GivenQueries.of(process, queries, self.causal)
+        points, rng = points_of(samples), np.random.default_rng(check.at_least("seed", seed, 0))
+        found = np.stack([self._covariance(tokens, given, points, rng) for _ in range(REPLICATES)])
+        first, second = (given.positions.index(query) for query in given.queries)
+        return found.mean(0)[first, second], _standard_error(found)[first, second]
+
+    def _covariance(self, tokens: _Tokens, given: _GivenQueries, points: int, rng: np.random.Generator) -> Array:
+        """Of the outputs of S queries (S, S, D, D), by one draw of their tokens and of all logits.
+
+        S·H is queries × heads: the directions whose products with the tokens are the logits.
+        """
+        heads, count, width = len(self.w_q), len(given.positions), self.width
+        mean, through = tokens.mean[: given.tokens], self.w_o @ self.w_v  # (T, D), (H, D, D)
+        y = given.root_own @ rng.standard_normal((points, count, width)) @ tokens.root.T  # (N, S, D)
+        q = np.einsum("hkd,nsd->nshk", self.w_q, y + mean[given.positions])
+        h = np.einsum("hkd,nshk->nshd", self.w_k, q).reshape(points, -1, width) / self.temperature  # (N, SH, D)
+        # noise of a token is toward · z + rest, with standard normals z and a rest that is independent of all logits
+        root, inverse = _roots(h @ tokens.covariance @ np.swapaxes(h, -1, -2))
+        toward = np.swapaxes(h @ tokens.covariance, -1, -2) @ inverse  # (N, D, SH)
+        z = given.root @ rng.standard_normal((points, given.root.shape[1], count * heads))  # (N, T, SH)
+        known = mean + given.regression @ y  # (N, T, D): each token's mean given the queries'
+        logits = np.swapaxes(known @ np.swapaxes(h, -1, -2) + z @ np.swapaxes(root, -1, -2), -1, -2)
+        logits = np.where(given.seen[:, None], logits.reshape(points, count, heads, -1), -np.inf)
+        p = np.exp(logits - logits.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)  # (N, S, H, T)
+        rows = p.reshape(points, count * heads, -1)
+        mixed = rows @ known + rows @ z @ np.swapaxes(toward, -1, -2)  # (N, SH, D)
+        outputs = np.einsum("hed,nshd->nse", through, mixed.reshape(points, count, heads, width))
+        outputs -= outputs.mean(0)
+        of_means = np.einsum("nsd,nte->stde", outputs, outputs) / (points - 1)
+        # Σ⊥ = Σ − toward towardᵀ
+        overlap = (rows @ given.covariance @ np.swapaxes(rows, -1, -2)).reshape(points, count, heads, count, heads)
+        turned = np.einsum("hed,ndr->nher", through, toward)  # (N, H, D, SH)
+        of_rest = np.einsum(
+            "sgth,gda,ab,heb->stde", overlap.mean(0), through, tokens.covariance, through, optimize=True
+        )
+        of_rest -= np.einsum("nsgth,ngdr,nher->stde", overlap, turned, turned, optimize=True) / points
+        return np.asarray(of_means + of_rest)
+
     def outputs(self, x: Array) -> Array:
         """What the layer puts out for sequences (N, T, D), every token drawn: what the law is tested against."""
         visible = np.tri(x.shape[1], dtype=bool) if self.causal else np.ones((x.shape[1],) * 2, bool)
@@ -259,6 +315,48 @@ class _Tokens:
         if m.shape not in ((width,), (process.tokens, width)):
             raise LocaterError(f"mean must be ({width},) or ({process.tokens}, {width}), got shape {m.shape}")
         return cls(sigma, check.square_root(sigma), np.broadcast_to(m, (process.tokens, width)))
+
+
+@dataclass(frozen=True)
+class _GivenQueries:
+    """The tokens that one or two queries see, given those at the queries: x_t = m_t + U_t· y + noise, of C ⊗ Σ."""
+
+    queries: tuple[int, int]
+    positions: list[int]  # of the queries, each once: S
+    seen: NDArray[np.bool_]  # (S, T)
+    regression: Array  # U (T, S)
+    covariance: Array  # C (T, T)
+    root: Array  # of C
+    root_own: Array  # of K between the queries (S, S)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.covariance)
+
+    @classmethod
+    def of(cls, process: TokenProcess, queries: tuple[int, int], causal: bool) -> _GivenQueries:
+        if not isinstance(queries, Sequence) or len(queries) != 2:
+            raise LocaterError(f"queries must be two positions, got {queries!r:.80}")
+        first, second = (check.position("queries", query, process.tokens) for query in queries)
+        positions = sorted({first, second})
+        k = process.position_covariance
+        if causal:
+            k = k[: positions[-1] + 1, : positions[-1] + 1]
+        own = k[np.ix_(positions, positions)]
+        u = k[:, positions] @ np.linalg.pinv(own, hermitian=True)
+        c = k - u @ k[positions]
+        c[positions], c[:, positions] = 0.0, 0.0  # but for rounding they are
+        last = np.array(positions if causal else [len(k)] * len(positions))[:, None]
+        root, root_own = check.square_root(0.5 * (c + c.T)), check.square_root(own)
+        return cls((first, second), positions, np.arange(len(k)) <= last, u, c, root, root_own)
+
+
+def _roots(gram: Array) -> tuple[Array, Array]:
+    """L and R (..., n, n): L Lᵀ = gram, R Rᵀ is its pseudo-inverse, and Rᵀ L = I where gram is not singular."""
+    values, vectors = np.linalg.eigh(gram)
+    there = values > 1e-12 * values.max(-1, keepdims=True)
+    size = np.sqrt(np.where(there, values, 0.0))[..., None, :]
+    return vectors * size, vectors * np.divide(1.0, size, out=np.zeros_like(size), where=size > 0)
 
 
 def _standard_error(replicates: Array) -> Array:
