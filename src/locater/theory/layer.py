@@ -223,11 +223,12 @@ class AttentionLayer:
         of_means = np.einsum("nsd,nte->stde", outputs, outputs) / (points - 1)
         # Σ⊥ = Σ − toward towardᵀ
         overlap = (rows @ given.covariance @ np.swapaxes(rows, -1, -2)).reshape(points, count, heads, count, heads)
-        turned = np.einsum("hed,ndr->nher", through, toward)  # (N, H, D, SH)
-        of_rest = np.einsum(
-            "sgth,gda,ab,heb->stde", overlap.mean(0), through, tokens.covariance, through, optimize=True
-        )
-        of_rest -= np.einsum("nsgth,ngdr,nher->stde", overlap, turned, turned, optimize=True) / points
+        each = through @ tokens.covariance @ np.swapaxes(through, -1, -2)[:, None]  # (H, H, D, D): [h, g] is O_g Σ O_hᵀ
+        of_rest = np.einsum("sgth,hgde->stde", overlap.mean(0), each)
+        turned = through @ toward[:, None]  # (N, H, D, SH)
+        for s, t in np.ndindex(count, count):
+            weighed = np.einsum("ngh,nher->nger", overlap[:, s, :, t], turned)
+            of_rest[s, t] -= np.tensordot(turned, weighed, ((0, 1, 3), (0, 1, 3))) / points
         return np.asarray(of_means + of_rest)
 
     def outputs(self, x: Array) -> Array:
