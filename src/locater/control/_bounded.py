@@ -1,7 +1,7 @@
-"""A step of the optimizer, as `rules.decoupled` bounds it: weights kept before it, compared after it, written back.
+"""A step of the optimizer, bounded by `rules.decoupled`: weights are copied before it, compared after it, and mixed.
 
-Modules that differ in nothing but numbers are worked on together. Small ones on a GPU wait for launches: what is done
-to them is recorded as CUDA graphs, and replayed.
+Modules that differ in nothing but numbers are stacked. For small ones on a GPU, launches take longer than the work:
+they are recorded as CUDA graphs.
 
 Legend: S modules, G key heads, R query heads for each, B sequences of a sample, n tokens of each, K head width.
 """
@@ -30,56 +30,56 @@ from locater.names import plain_name
 __all__ = ["Bounded", "Modules", "OneModule"]
 
 Moved: TypeAlias = Callable[[Tensor], bool]
-_Given: TypeAlias = tuple[Tensor | float, Tensor | None]  # the schedule's factor, and whether the step was skipped
+_Given: TypeAlias = tuple[Tensor | float, Tensor | None]  # the schedule's factor; GradScaler's found_inf
 
-_SMALL = 256 << 20  # bytes of W_Q and W_K of a group up to which they are multiplied together, and steps recorded
+_SMALL = 256 << 20  # bytes of W_Q and W_K of a group up to which they are stacked, and steps recorded
 
 
 class Bounded(ABC):
-    """Attention modules of one shape in a step of their optimizer: `begin` before it; after it `measure`, then
-    `hold_back` a part of the step and measure what is left, as often as that takes; `write`, and `end`."""
+    """Attention modules of one shape in a step of their optimizer: `begin` before it, `measure` after it. If a bound is
+    exceeded, `hold_back` once or more, which measures what remains, and `write`; else `settle`. Then `end`."""
 
     def __init__(self, members: Sequence[Attention], initial: Tensor, moved: Moved, *, missing: bool = False) -> None:
-        """`moved`: whether the optimizer moves a tensor; `missing`: whether samples are still made up, which say what
-        an update changes but not how sharp a head is."""
+        """`moved`: whether the optimizer trains a tensor. `missing`: whether samples are still placeholders, which show
+        what an update changes but not how sharp a head is."""
         self.names = [plain_name(member.module) for member in members]
         self.initial = initial  # the spread of every head before the first step (S, G, R); −1 where there was none yet
         self.missing = missing
-        self._on_device = initial.is_cuda  # then nothing is asked of it: what is to be written is found out there
+        self._on_device = initial.is_cuda  # then no value is read on the host: kernels decide what is written
         self._settled = False  # whether all initial spreads are known
         self._moments: Tensor = initial.new_empty(0)
         parts = [[projections(member)[index] for member in members] for index in (0, 1)]
         self._parts = parts  # W_Q of every module, and W_K
         self._stored = without_repeats([one for index in (0, 1) for one in stored_of(parts[index], index, moved)])
-        # a norm takes out what its input is multiplied by
         norms = members[0].query_norm, members[0].key_norm
-        self.normalised = norms != (None, None)  # then logits do not follow the weights even to second order
+        self.normalised = norms != (None, None)  # then logits are not bilinear in the weights
+        # multiplying W_Q or W_K changes nothing where a norm follows
         acts = [norms[i] is None and any(moved(t) for t in parts[i][0].tensors) for i in (0, 1)]
         self._acts = acts[0], acts[1]
 
     @abstractmethod
     def begin(self, samples: Sequence[Sample]) -> None:
-        """Of each module one, all of the same positions."""
+        """`samples`: one of each module, all with the same positions."""
 
     @abstractmethod
     def measure(self) -> Tensor:
         """`logit_moments` of every head (S, G, R, 3), which may be averaged in place before the rule reads them."""
 
     def within(self, rule: Decoupled, factor: float) -> bool:
-        """Whether it is seen that no head is beyond a bound. A GPU would have to be waited for."""
+        """Whether every head is known to be within both bounds. False on a GPU, which one would have to wait for."""
         return not self._on_device and rule.holds(self._moments, factor)
 
     @abstractmethod
     def hold_back(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> Tensor:
-        """Keeps the part of the step that the rule lets stay by the moments of last, and measures what is left."""
+        """Keeps the fraction of the step that the rule gives for the last moments, and measures what remains."""
 
     @abstractmethod
     def write(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> None:
-        """Writes what the rule makes of the step by the moments of last; nothing where GradScaler skipped it."""
+        """Writes the weights that the rule gives for the last moments; nothing where GradScaler skipped the step."""
 
     @abstractmethod
     def end(self) -> None:
-        """Lets go of what was kept."""
+        """Frees the copies."""
 
     @property
     def _shared(self) -> bool:
@@ -90,13 +90,13 @@ class Bounded(ABC):
         return rule.factors(self._moments, self.initial, factor, every=every, shared_keys=self._shared, acts=self._acts)
 
     def settle(self) -> None:
-        """Sets the initial spreads that are not known, which is all there is to do within the bounds."""
+        """Sets the initial spreads that are not known yet; within the bounds nothing else is to be done."""
         if self._on_device or not self._settled:
             self.initial.copy_(initial_spread(self._moments, self.initial))
             self._settled = not self._on_device and not bool((self.initial < 0).any())
 
-    def _told(self, moments: Tensor) -> Tensor:
-        """Samples that are made up, on one rank at least, do not tell how sharp heads become: their product is NaN."""
+    def _marked(self, moments: Tensor) -> Tensor:
+        """With NaN as the cross moment of placeholder samples: an average over ranks with one of them is NaN, too."""
         if self.missing:
             moments[..., 1] = math.nan
         return moments
@@ -132,14 +132,14 @@ class Modules(Bounded):
         self._steps = 0
         self._states: Tensor | None = None
         self._old: list[Copy] = []
-        # W_Q and W_K times the sample, before the step and after it: what a part of the step leaves is known from them,
-        # but not of the product of LoRA's factors
+        # W_Q and W_K times the sample, before and after the step. Those of a part of the step are between them, except
+        # with LoRA, where it is the factors that are held back
         self._rows: list[Tensor] = []
         self._moved: list[Tensor] = []
-        self._kept: Tensor | None = None  # the part of the step (S, G, 1) that they and the moments are of
+        self._kept: Tensor | None = None  # the fraction of the step (S, G, 1) that is kept so far
         self._linear = plain
         self._before: list[Tensor] = []  # q and k of the sample
-        self._gains: list[Tensor | None] = []  # of norms, before the step: what they change is not W_Q's and W_K's
+        self._gains: list[Tensor | None] = []  # of norms, before the step: only what W_Q and W_K change is measured
         self._given = initial.new_tensor([1.0, 0.0])  # the schedule's factor, and whether the step was skipped
         self._given_factor, self._given_overflow = 1.0, False
         self._positions: Tensor | None = None
@@ -196,7 +196,7 @@ class Modules(Bounded):
         self._call("write", write, rule, factor, overflow, every)
 
     def end(self) -> None:
-        if not self._recorded:  # else graphs write to them in the next step
+        if not self._recorded:  # else the graphs write to them again
             self._old, self._before, self._gains, self._states = [], [], [], None
             self._rows, self._moved, self._kept = [], [], None
 
@@ -217,12 +217,12 @@ class Modules(Bounded):
             function((factor, overflow))
 
     def _run(self, name: Any, function: Callable[[], None]) -> None:
-        """As a CUDA graph from the third step on: `begin` is recorded first, then what reads what it keeps."""
+        """As a CUDA graph from the third step on."""
         if self._recorded and self._steps > 2 and not torch.cuda.is_current_stream_capturing():
             with on(self.initial):
                 if name not in self._graphs:
                     self._graphs[name] = torch.cuda.CUDAGraph()
-                    # a stream of this device: the default one belongs to the device that captured first
+                    # a stream of this device: torch's default one for graphs is of the device that captured first
                     stream = torch.cuda.Stream(self.initial.device)
                     with torch.cuda.graph(self._graphs[name], stream=stream, capture_error_mode="thread_local"):
                         function()
@@ -231,7 +231,7 @@ class Modules(Bounded):
             function()
 
     def _give(self, factor: float, overflow: Tensor | None) -> None:
-        """To the device, what is not there yet."""
+        """Copies to the device what changed."""
         if factor != self._given_factor:
             self._given[0].fill_(factor)  # no copy from the host, which would wait
         if overflow is not None:
@@ -270,7 +270,7 @@ class Modules(Bounded):
             found = moments(self._before, after, self._first.scale, self._rotation, interleaved)
         else:
             found = logit_moments(self._logits(*self._before), self._logits(*after))
-        return self._told(found)
+        return self._marked(found)
 
     def _normalised(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Queries and keys (S, G, R, B, n, K), with the gains of before the step."""
@@ -298,7 +298,7 @@ def _stacked(norms: Sequence[Norm | None]) -> Tensor | None:
 
 
 class OneModule(Bounded):
-    """Any module: sharded, or with parts that are only its own kind's."""
+    """Any module, alone: with sharded weights, or of a kind that cannot be stacked."""
 
     def __init__(self, members: Sequence[Attention], initial: Tensor, moved: Moved, *, missing: bool = False) -> None:
         super().__init__(members, initial, moved, missing=missing)
@@ -313,7 +313,7 @@ class OneModule(Bounded):
         self._before = logits_of(self._with_old_gains, self._sample)
 
     def measure(self) -> Tensor:
-        self._moments = self._told(logit_moments(self._before, logits_of(self._with_old_gains, self._sample)))
+        self._moments = self._marked(logit_moments(self._before, logits_of(self._with_old_gains, self._sample)))
         return self._moments
 
     def hold_back(self, rule: Decoupled, factor: float, overflow: Tensor | None, every: int) -> Tensor:

@@ -22,8 +22,8 @@ from locater.models import Attention, Norm, Projection, Rope
 
 __all__ = ["Sample", "SampledStates", "alike", "logits_of", "stackable"]
 
-_FEW = 8  # real tokens under which a sample says nothing
-_INVERTED = ("MptAttention",)  # whose masks say what is masked
+_FEW = 8  # a sample of fewer real tokens is not used
+_INVERTED = ("MptAttention",)  # in its masks True is masked
 
 
 class Sample(NamedTuple):
@@ -37,8 +37,8 @@ class Sample(NamedTuple):
 class SampledStates:
     """Samples of what entered each attention module in its last training forward, padding left out where it is known.
 
-    A module whose keys are made of other states than its queries, or that no states have entered, is taken to see
-    independent, normal tokens that have passed the norm before it.
+    For a module whose keys are made of other states than its queries, or that no states have entered, the sample is a
+    placeholder: independent normal tokens, through the norm before the module.
     """
 
     def __init__(self, model: nn.Module, known: Sequence[Attention]) -> None:
@@ -70,8 +70,8 @@ class SampledStates:
         return any(sample.last is not None for sample in self._samples.values())
 
     def kinds(self) -> list[Any]:
-        """Of every sample its shape and device, and which others have the same positions: while that stays the same,
-        `source` need not be asked again."""
+        """Of every sample its shape and device, and which others have the same positions. While this stays the same,
+        what `source` returned stays valid."""
         known = [sample.last for sample in self._samples.values()]
         lengths = [None if one is None else one.tokens for one in known]
         return [
@@ -79,11 +79,11 @@ class SampledStates:
         ]
 
     def norms(self) -> list[int]:
-        """Which QK-norms are applied: while they stay the same, so does what is `measured`."""
+        """Which QK-norms are applied. While they stay the same, so does what `measured` returns."""
         return [id(module._modules.get("locater_qk_norm")) for module in self._modules.values()]
 
     def is_missing(self, attention: Attention) -> bool:
-        """Whether states enter the module that were not seen yet."""
+        """Whether the module's sample is a placeholder until states enter it."""
         sample = self._samples.get(attention.module)
         return sample is not None and self._seen(attention) is None
 
@@ -92,7 +92,7 @@ class SampledStates:
         return sample if sample is not None and sample.last and sample.last.states.device == device else None
 
     def source(self, attention: Attention) -> Callable[[], Sample]:
-        """What gives the sample that entered a module last."""
+        """A function that returns the module's last sample."""
         seen = self._seen(attention)
         return seen.kept if seen is not None else lambda: _independent(attention)
 
@@ -100,7 +100,7 @@ class SampledStates:
         return self.source(attention)()
 
     def measured(self, attention: Attention) -> Attention:
-        """What of a module is measured: q·k alone, as it is compared, with QK-norms that were applied to it."""
+        """The module with nothing but q·k: rotary positions, its norms and applied QK-norms, no softcap, no bias."""
         norms = getattr(self._modules[attention.module], "locater_qk_norm", None)
         own: dict[str, Any] = {}
         for part in ("query", "key"):
@@ -157,7 +157,7 @@ _KNOWN: dict[tuple[int, torch.device], Tensor] = {}
 
 
 def _positions(tokens: int, device: torch.device) -> Tensor:
-    """Kept from forward to forward, but not in compiled code, nor where they hold no numbers yet (fake, captured)."""
+    """Cached, except in compiled code and for tensors without values yet (fake ones, or during graph capture)."""
     if torch.compiler.is_compiling():
         return sampled_positions(tokens, device)
     found = _KNOWN.get((tokens, device))
@@ -169,8 +169,8 @@ def _positions(tokens: int, device: torch.device) -> Tensor:
 
 
 def _without_padding(x: Tensor, real: Tensor) -> Sample:
-    """Of the two longest sequences, of the longest alone where the other is less than half as long; all at positions of
-    the longest. Under eight real tokens say nothing: their states are NaN."""
+    """The two longest sequences, or the longest twice where the second is less than half as long, at positions of the
+    longest. States are NaN where it has fewer than eight real tokens."""
     lengths, rows = (each[:SEQUENCES] for each in real.sum(1).sort(descending=True, stable=True))
     other = 2 * lengths >= lengths[:1]
     rows, lengths = torch.where(other, rows, rows[:1]), torch.where(other, lengths, lengths[:1])
@@ -183,8 +183,8 @@ def _without_padding(x: Tensor, real: Tensor) -> Sample:
 
 
 def _real(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: Sequence[int]) -> Tensor | None:
-    """Which tokens (B, T) are no padding, by the masks that transformers and nn.MultiheadAttention give to a module;
-    None where they give none that can be read."""
+    """Which tokens (B, T) are not padding, from the masks that transformers and nn.MultiheadAttention pass to a module;
+    None without such a mask."""
     batch, tokens = shape
     padding = kwargs.get("key_padding_mask")
     if isinstance(padding, Tensor) and tuple(padding.shape) == (batch, tokens):
@@ -194,7 +194,7 @@ def _real(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
     if not isinstance(mask, Tensor):
         return None
     if mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[2] in (1, tokens) and mask.shape[3] == tokens:
-        # whether a token sees itself, which causal masks and windows let it do
+        # a token that is not padding sees itself, also under causal masks and windows
         mask = mask[:, 0, 0] if mask.shape[2] == 1 else mask[:, 0].diagonal(dim1=-2, dim2=-1)
         mask = mask > -1e3 if mask.is_floating_point() else mask.to(torch.bool)
         return _or_all((~mask if type(module).__name__ in _INVERTED else mask).expand(batch, tokens))
@@ -204,26 +204,26 @@ def _real(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
 
 
 def _longest_document(kwargs: Mapping[str, Any], shape: Sequence[int], real: Tensor | None) -> Tensor | None:
-    """Which tokens (B, T) are of their row's longest document, where several are packed in one: of it alone logits are
-    compared. A new one begins where positions do not go on; one row of positions for several sequences is of none."""
+    """Which tokens (B, T) are in their row's longest document, where several are packed in a row; the sample is of that
+    one. A document begins where positions do not continue. Positions shared by all rows say nothing of documents."""
     positions = kwargs.get("position_ids")
     if not isinstance(positions, Tensor) or tuple(positions.shape) != tuple(shape) or positions.is_floating_point():
         return real
     begins = positions.diff(dim=1, prepend=positions[:, :1]) != 1
     counted = torch.ones_like(begins) if real is None else real
     total = counted.cumsum(1)
-    size = total - torch.where(begins, total - counted.long(), 0).cummax(1).values  # of its document up to a token
+    size = total - torch.where(begins, total - counted.long(), 0).cummax(1).values  # of a document, up to each token
     document = begins.cumsum(1)
     return counted & (document == document.gather(1, size.argmax(1, keepdim=True)))
 
 
 def _is_transformed(x: Tensor) -> bool:
-    """Whether torch.func is at work on it (vmap, grad): it is no tensor any more when that is over."""
+    """Whether it is a wrapper of torch.func (vmap, grad), which is not valid after the transform."""
     return not torch.compiler.is_compiling() and bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 def _or_all(real: Tensor) -> Tensor:
-    """A row without a real token is none that a mask was meant for."""
+    """A row that is masked entirely is taken to be all real."""
     return real | ~real.any(1, keepdim=True)
 
 
@@ -249,7 +249,7 @@ def _normal(width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def stackable(attention: Attention) -> bool:
-    """Whether its logits are those of plain queries and keys, which can be made of several modules together."""
+    """Whether its logits are those of plain queries and keys, which several modules can compute in one product."""
     norms = [norm for norm in (attention.query_norm, attention.key_norm) if norm is not None]
     plain_norms = not any(
         norm.joint or norm.after_rope or norm.bias is not None or (norm.stored is not None and norm.stored.ndim != 1)
@@ -263,8 +263,7 @@ def stackable(attention: Attention) -> bool:
 
 
 def alike(one: Attention, other: Attention) -> bool:
-    """Whether all that differs between two modules of one shape that are `stackable` is numbers in their weights and
-    gains."""
+    """Whether two `stackable` modules of one shape differ in nothing but the values of their weights and gains."""
     norms = _same_norm(one.query_norm, other.query_norm) and _same_norm(one.key_norm, other.key_norm)
     same_parts = [_trained_tensors(part) for part in projections(one)] == [
         _trained_tensors(part) for part in projections(other)
@@ -293,7 +292,7 @@ def _same_rope(a: Rope | None, b: Rope | None) -> bool:
 
 @torch.no_grad()
 def logits_of(attention: Attention, sample: Sample) -> Tensor:
-    """(1, G, R, B, n, n) of one module, whatever it is; sharded weights are made whole."""
+    """Logits (1, G, R, B, n, n) of a module of any kind; sharded weights are gathered."""
     attention = gathered_attention(attention)
     dtype = torch.promote_types(attention.key.tensor.dtype, torch.float32)
     if dtype != attention.key.tensor.dtype:
@@ -302,7 +301,7 @@ def logits_of(attention: Attention, sample: Sample) -> Tensor:
         attention = replace(attention, query=query, key=key)
     states, positions, tokens = sample
     if attention.rope is not None and attention.rope.stretched is not None:
-        frequencies = attention.rope.stretched(tokens)  # which a sample without padding may not reach
+        frequencies = attention.rope.stretched(tokens)  # of the whole sequence, not of the sample's length
         attention = replace(attention, rope=replace(attention.rope, frequencies=frequencies, stretched=None))
     keys = _normal(projections(attention)[1].shape[-1], states.device, dtype) if _two_widths(attention) else None
     logits = attention.logits(states.to(dtype), keys, positions=(positions, positions))  # (B, G·R, n, n)

@@ -20,7 +20,7 @@ Schedule: TypeAlias = Callable[[int], float]
 """Gives the strength factor after so many steps."""
 
 
-_STEPS = "_locater_steps"  # an attribute of the optimizer, which neither its state nor a copy of it has
+_STEPS = "_locater_steps"  # an attribute of the optimizer; not in its state, nor in a copy of it
 
 
 @dataclass(eq=False, frozen=True)
@@ -42,11 +42,11 @@ def around_step(
 ) -> None:
     """Runs `before` when the gradients of a step are there, and `after` when the step is done.
 
-    With a closure, `before` runs after each of its evaluations, or after the first of a step (`once`). What is
-    `innermost` sees the optimizer's own work alone, whatever else runs around the step and whenever that was added. Of
-    a step that calls that of the class it inherits from, both of which torch runs hooks around, the outer one counts.
+    With a closure, `before` runs after each of its evaluations, or only after the first of a step (`once`). `innermost`
+    functions run closest to the optimizer's own work, in whatever order functions were added. Where a step calls
+    super().step(), torch runs hooks around both; only the outer one counts.
     """
-    steps = vars(optimizer).get(_STEPS)  # there, and so freed with it
+    steps = vars(optimizer).get(_STEPS)  # stored on the optimizer, and so freed with it
     if steps is None:
         steps = vars(optimizer)[_STEPS] = _Steps(optimizer)
     added = _Around(before, after, once, innermost)
@@ -101,10 +101,10 @@ class _Steps:
 
 
 def _is_inside_another(optimizer: Optimizer) -> bool:
-    """Whether the step whose hooks are running was called by another step of the same optimizer."""
-    if sum("step" in vars(kind) for kind in type(optimizer).__mro__) <= 2:  # Optimizer's own, and one
+    """Whether the step whose hooks are running was called from another step of the same optimizer."""
+    if sum("step" in vars(kind) for kind in type(optimizer).__mro__) <= 2:  # of Optimizer and of one class
         return False
-    steps, frame = 0, sys._getframe()  # no count is kept, which a step that fails would leave behind
+    steps, frame = 0, sys._getframe()  # not a counter, which a step that raises would leave wrong
     while frame.f_back is not None and steps < 2:
         frame = frame.f_back
         runs_hooks = frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == Optimizer.__module__
@@ -113,7 +113,7 @@ def _is_inside_another(optimizer: Optimizer) -> bool:
 
 
 class Clock:
-    """Counts steps; of several optimizers that step together, those of the one that took most."""
+    """Counts steps. Of several optimizers, the one that took most counts."""
 
     def __init__(self, schedule: Schedule | None = None) -> None:
         if schedule is not None and not callable(schedule):
@@ -132,7 +132,7 @@ class Clock:
         self._taken.clear()
 
     def factor(self) -> float:
-        """What the schedule gives now, 1 without one."""
+        """The schedule's value now; 1 without a schedule."""
         if self.schedule is None:
             return 1.0
         value = float(self.schedule(self.step))
@@ -141,12 +141,12 @@ class Clock:
         return value
 
     def join(self, optimizer: Optimizer) -> None:
-        """One more, which counts from now on."""
+        """Adds an optimizer, whose steps count from now on."""
         self._taken[id(optimizer)] = self.step - self._from
 
     def tick(self, optimizer: Optimizer) -> None:
         """After a step of the optimizer, unless GradScaler made it skip."""
         overflow = getattr(optimizer, "found_inf", None)
-        # only a schedule has to know exactly whether the step counts, so only then is it worth waiting for the device
+        # reading found_inf waits for the device; only a schedule needs an exact count
         if self.schedule is None or overflow is None or not bool(overflow):
             self._taken[id(optimizer)] += 1

@@ -1,7 +1,7 @@
-"""LocAteR beside the optimizer: what a step of it did to attention is looked at, and bounded, right after it.
+"""LocAteR beside the optimizer: right after each step, what it did to attention is measured and bounded.
 
-Through Adam, a penalty's gradient is divided by the size of the task's, so that a strength means something else at each
-layer and step. Beside it, in nats of the logits, nothing has to be chosen.
+Adam divides a penalty's gradient by the size of the task's gradient, so that one strength means something else at each
+layer and step. Bounds on logits, in nats, mean the same everywhere, and need no strength.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from locater.names import plain_name
 
 __all__ = ["DecoupledLocAteR", "DecoupledLocAteRMethod"]
 
-_LOOKS = 3  # at what is left of a step where queries and keys are normalised; elsewhere one
+_LOOKS = 3  # how often the rest of a step is measured again where queries and keys are normalised; once elsewhere
 
 _Work: TypeAlias = tuple[Bounded, list[Callable[[], Sample]]]
 
 
 @dataclass(eq=False)
 class _Plan:
-    """What is worked on in the steps of one optimizer, and what gives the states of each module, as long as what that
-    was made of stays the same."""
+    """The modules bounded in the steps of one optimizer, and what gives the sample of each. Valid while `made_of` stays
+    the same."""
 
     made_of: Any = None
     work: list[_Work] = field(default_factory=list)
-    unseen: bool = True  # whether states that enter some module were not seen yet
+    unseen: bool = True  # whether some module has no sample yet
 
 
 class DecoupledLocAteR(Regulariser):
@@ -55,27 +55,26 @@ class DecoupledLocAteR(Regulariser):
     where the module is given a mask), with the weights before the step and after it: q·k with biases, norms and rotary
     positions as the model has them, each query with the keys up to it.
 
-    `change`: where a step moves a head's logits by more than this, as a standard deviation over the keys of a query, in
-    nats, the part of the update of W_Q and W_K that is beyond it is taken back; to first order in the update.
-    `spread`: where the standard deviation of the logits is more than this, W_Q and W_K are shrunk to it. A
-    checkpoint's head that is sharper when training begins may have √2 times that, and is shrunk by `change` in a step
-    at most.
+    `change`: the most a step may move a head's logits, in nats, as a standard deviation over the keys of a query. What
+    exceeds it of the update of W_Q and W_K is undone. `spread`: the largest standard deviation of the logits
+    themselves; W_Q and W_K are shrunk to it. A checkpoint's head that exceeds it when training begins may have √2 times
+    its initial spread, and is shrunk by at most `change` a step.
 
-    Neither counts updates or depends on the batch; under Muon they mean the same. Where query heads share a key, the
-    one that moves most decides for all. Heads within both bounds are not touched, not in a bit. Where a model
-    normalises queries and keys itself, logits do not follow the weights linearly: what is left of a step is looked at
-    again, three times; their spread is the norm's, and stays, as do its gains. Of LoRA's, the factors that are trained
-    are kept back and shrunk, a module's together.
+    Neither bound counts updates or depends on the batch, and under Muon both mean the same. Where query heads share a
+    key, the head that moves most decides for all. Heads within both bounds stay bitwise as they are. Where a model
+    normalises queries and keys itself, logits are not bilinear in the weights, so what remains of a step is measured
+    up to three times, not once; the spread is then set by the norms, and is not bounded. Of LoRA, the trained factors
+    are held back and shrunk, those of one module together.
 
-    `every`: acts in each n-th step only, for an n-th of the time; what the steps between changed is taken to be as
-    much, and at most one whole update in n is taken back for it. `schedule`, if given, divides both bounds: a function
-    of the number of steps taken, to release heads at the end (at 0 nothing is done). On several ranks the moments of
-    the logits are averaged over `group`, torch.distributed's default group where there is one.
+    `every`: act in each n-th step only, for an n-th of the time. The steps between are assumed to change logits as
+    much as the n-th; at most the whole n-th update is undone for that. `schedule`: a function of the number of steps
+    taken that both bounds are divided by, to release heads at the end (at 0 nothing is done). On several ranks the
+    moments of the logits are averaged over `group`, by default torch.distributed's default group.
 
-    Frozen parameters stay as they are; nothing is left at inference. The query and key weights are held twice during
-    the optimizer's step (small ones, on a GPU, all the time). Where no states were seen to enter a module yet, or keys
-    are made of others than queries are, independent, normal tokens take their place; in the first case nothing is
-    shrunk.
+    Frozen parameters stay as they are; nothing is left at inference. During the optimizer's step there is a second copy
+    of the query and key weights (of small ones on a GPU, all the time). Where no states have entered a module yet, or
+    its keys are made of other states than its queries, independent normal tokens are the sample; in the first case
+    nothing is shrunk.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class DecoupledLocAteR(Regulariser):
             nonlocal acts
             begun.clear()
             acts = (self.step + 1) % self.every == 0 and self._clock.factor() > 0
-            if acts or self._is_unseen(plan):  # at first the heads are looked at in any case
+            if acts or self._is_unseen(plan):  # the initial spread is measured in any case
                 begun.extend(self._begin(optimizer, held, plan))
 
         def after() -> None:
@@ -138,20 +137,20 @@ class DecoupledLocAteR(Regulariser):
             begun.clear()
             self._clock.tick(optimizer)
 
-        # what other methods do to the weights is no part of the step
+        # innermost: what other methods do to the weights is not part of the step
         around_step(optimizer, undo, before=before, after=after, once=True, innermost=True)
 
     @torch.no_grad()
     def _begin(self, optimizer: Optimizer, held: HeldBy, plan: _Plan) -> list[Bounded]:
-        """The weights that the optimizer trains, and what they make of the sample, before its step."""
-        # a rate of 0 freezes, too; on a device, it is not asked for
+        """Before a step: copies the weights that the optimizer trains, and computes queries and keys of the sample."""
+        # a rate of 0 freezes, too; a rate that is a tensor is not read, which could wait for the device
         rates = (group.get("lr") for group in optimizer.param_groups)
         still = [isinstance(rate, int | float) and rate == 0 for rate in rates]
         tensors = [(t.data_ptr(), t.dtype, t.requires_grad) for t in (*self._groups.tensors, *self._gains)]
         unseen = self._is_unseen(plan)
         made_of = tensors, still, held.ids(), self._states.kinds(), unseen, self._states.norms()
         if plan.made_of != made_of:
-            plan.made_of, plan.work = None, []  # which frees what it held, and is made anew if this fails
+            plan.made_of, plan.work = None, []  # frees the copies; if this fails, the next step builds the plan anew
             if made_of[-1] != self._norms_known:
                 self._groups = self._grouped()
             held.refresh()
@@ -163,14 +162,14 @@ class DecoupledLocAteR(Regulariser):
         return [one for one, _ in plan.work]
 
     def _is_unseen(self, plan: _Plan) -> bool:
-        """Ranks, which may have seen different states, have to do the same."""
+        """On several ranks this may not depend on the states that one of them saw: all have to do the same."""
         return self.step < self.every if self._has_ranks() else plan.unseen
 
     def _has_ranks(self) -> bool:
         return dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1
 
     def _worked_on(self, held: HeldBy, still: Sequence[bool], *, unseen: bool) -> Iterator[_Work]:
-        """Of modules that a rate of 0 keeps still, too, while they are `unseen`: a warm-up may begin with it."""
+        """While some are `unseen`, also modules whose learning rate is 0, with which a warm-up may begin."""
 
         def moved(tensor: Tensor) -> bool:
             index = held.group(tensor) if tensor.requires_grad else None
@@ -189,8 +188,8 @@ class DecoupledLocAteR(Regulariser):
                 yield kind(members, initial, moved, missing=missing), sources
 
     def _of_one_kind(self, group: Group, written: set[int]) -> Iterator[list[Attention]]:
-        """Members that are alike, with samples of the same shape and positions. Modules that share their weights with
-        one that is worked on already are left out."""
+        """Lists of members that are alike, with samples of the same shape and positions. A module that shares weights
+        with an earlier one is left out."""
         found: list[tuple[Any, list[Attention]]] = []
         for member in group.members:
             plain = [one for one in projections(member) if not (one.others or one.computed)]
@@ -253,8 +252,8 @@ class DecoupledLocAteR(Regulariser):
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """For logs: trace and scale, averaged over the heads of each module; of the last step, the largest change of a
-        head's logits, before it was bounded, and the largest spread of its logits where it is known."""
+        """For logs: trace and scale, averaged over the heads of each module. Of the last step, the largest change of a
+        head's logits before it was bounded and, where it is known, their largest spread."""
         values: dict[str, float] = {}
         last = {name: own for names, moments in self._moments for name, own in zip(names, moments, strict=True)}
         for attention in self.attentions:
@@ -263,12 +262,12 @@ class DecoupledLocAteR(Regulariser):
             if name in last:
                 before, cross, change = last[name].unbind(-1)
                 values[f"{name}/change"] = float(change.sqrt().max())
-                if bool(cross.isfinite().all()):  # else it was not seen
+                if bool(cross.isfinite().all()):  # NaN for a placeholder sample
                     values[f"{name}/spread"] = float((before + 2 * cross + change).clamp(min=0).sqrt().max())
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on: the step, the bounds, and every head's initial spread (a schedule is yours)."""
+        """What resuming needs: the step, the bounds, and every head's initial spread. A schedule is not in it."""
         initial = {
             name: value.tolist() for name, value in self._initial.items() if self.step and bool((value >= 0).all())
         }
@@ -281,8 +280,8 @@ class DecoupledLocAteR(Regulariser):
         given = state if isinstance(state, dict) else {}
         if given and given.get("version", VERSION if "change" in given else None) != VERSION:
             raise LocaterError(
-                f"{wrong}: it is of another version of locater, whose formula was another; go on without it, and "
-                "initial spreads are those of now"
+                f"{wrong}: it is of another version of locater, with another formula; go on without it, and "
+                "initial spreads are measured anew"
             )
         missing = self.state_dict().keys() - given.keys()
         if missing:
@@ -304,7 +303,7 @@ class DecoupledLocAteR(Regulariser):
             raise LocaterError(f"{wrong}: its step is {step!r:.80}")
         self.rule = Decoupled(*(checked_positive(name, given[name]) for name in ("change", "spread")))
         self._initial = made
-        for plan in self._plans:  # which hold the spreads of before
+        for plan in self._plans:  # they have copies of the former initial spreads
             plan.made_of = None
         self.step = step
 

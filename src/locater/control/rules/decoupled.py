@@ -2,13 +2,13 @@
 
 Both bounds are on logits, in nats, on states that enter attention as the model trains:
 
-    change    the standard deviation, over the keys of a query, by which one update moves its logits. Beyond it the rest
-              of the update of W_Q and W_K is taken back; how much logits move by what is left is looked at again.
-    spread    the standard deviation of the logits themselves, the root of the effective logit variance. Beyond it W_Q
-              and W_K are shrunk.
+    change    the standard deviation, over the keys of a query, of how much one update moves its logits. Where it is
+              exceeded, part of the update of W_Q and W_K is undone, and what remains is measured again.
+    spread    the standard deviation of the logits themselves, the root of the effective logit variance. Where it is
+              exceeded, W_Q and W_K are shrunk.
 
-Nothing in them counts updates or sequences. The rule is a function of three second moments of a head's logits, before
-an update and after it.
+Neither counts updates or sequences. The rule is a function of three second moments of a head's logits before and after
+an update.
 
 Legend: n tokens of a sample, B sequences of it; leading dimensions are heads, with any before them (modules; models ×
 layers).
@@ -57,7 +57,7 @@ class Decoupled:
     spread: float = 4.9
 
     def holds(self, moments: Tensor, strength_factor: Tensor | float = 1.0) -> bool:
-        """Whether no head is beyond a bound, so that all factors are 1; a number that is asked for."""
+        """Whether every head is within both bounds, so that all factors are 1. Waits for the device."""
         before, cross, change = (strength_factor**2 * moments).unbind(-1)
         spread = before + 2 * cross + change
         return bool(((change <= self.change**2) & (spread <= self.spread**2)).all())
@@ -65,17 +65,16 @@ class Decoupled:
     def keep(
         self, moments: Tensor, strength_factor: Tensor | float = 1.0, *, shared_keys: bool = False, every: int = 1
     ) -> Tensor:
-        """The part of an update that may stay, by heads (…, R), or (…, 1) where query heads share a key: to first order
-        in the update, whose part moves logits by more or by less than that part of what the whole does. So the moments
-        of what is left give another part, to be multiplied with this one.
+        """The fraction of an update to keep, by heads (…, R), or (…, 1) where query heads share a key.
 
-        Acting on each n-th update alone, what the others changed is taken to be as much: up to all of the n-th is taken
-        back for it.
+        It is right to first order in the update: the moments of what remains give another fraction, to be multiplied
+        with this one. With `every` = n, each n-th update alone is seen. The others are assumed to exceed the bound by
+        as much, and up to all of the n-th is undone for that.
         """
         before, _, change = moments.unbind(-1)
         keep = (self.change / (strength_factor * change.sqrt())).clamp(max=1)
         keep = torch.where(change > 0, 1 - every * (1 - keep), 1.0).clamp(min=0)
-        # an update after which logits are not finite is taken back; of a sample that was not before, nothing is known
+        # logits that the update made not finite: undo it; logits that were not finite before tell nothing: keep it
         keep = torch.where(change.isfinite(), keep, torch.where(before.isfinite(), 0.0, 1.0))
         return keep.amin(-1, keepdim=True) if shared_keys else keep
 
@@ -89,17 +88,17 @@ class Decoupled:
         shared_keys: bool = False,
         every: int = 1,
     ) -> Factors:
-        """For what is left of an update, from its `logit_moments` (…, R, 3) and the initial spread of each head (…, R).
+        """For what remains of an update, from its `logit_moments` (…, R, 3) and the initial spread of each head (…, R).
 
         Both bounds are divided by the schedule's factor. `acts`: whether multiplying W_Q, or W_K, by a number does so
         to logits (not where it is frozen, or normalised afterwards).
         """
         before, cross, change = moments.unbind(-1)
         keep = self.keep(moments, strength_factor, shared_keys=shared_keys)
-        sound = moments.isfinite().all(-1)  # not where the sample is made up: how sharp a head is it does not tell
+        sound = moments.isfinite().all(-1)  # False for a placeholder, which does not show how sharp a head is
         spread = (before + keep * (2 * cross + keep * change)).clamp(min=0).sqrt()
         own, weighed = _GROWN * initial, strength_factor * spread
-        # a head's own limit is known of one batch, and others may be sharper: no faster than updates may move logits
+        # a head's own limit comes from one batch, and others may be sharper: shrink no faster than updates move logits
         limit = torch.where(own > self.spread, torch.maximum(own, weighed - every * self.change), self.spread)
         ratio = torch.where(sound, (limit / weighed.clamp(min=1e-30)).clamp(max=1), 1.0)
         one = torch.ones_like(ratio)
@@ -127,14 +126,14 @@ def sampled_positions(tokens: int, device: torch.device | None = None, length: T
 
 
 def initial_spread(moments: Tensor, initial: Tensor) -> Tensor:
-    """The spread before the first update, where a finite sample shows it; −1 stands for one that is not known yet. The
-    product of one that is made up is NaN."""
+    """The spread before the first update, once a finite sample shows it; −1 until then. A placeholder sample has NaN
+    as its cross moment."""
     spread = moments[..., 0].clamp(min=0).sqrt()
     return torch.where((initial < 0) & moments[..., :2].isfinite().all(-1), spread, initial)
 
 
 def part_of(keep: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """old + keep · (new − old) of queries or keys (…, B, n, K) by heads: what they are with that part of an update."""
+    """Queries or keys (…, B, n, K) after keeping a fraction of an update: old + keep · (new − old), by heads."""
     keep = keep[..., None, None, None]
     return torch.where(keep == 0, old, torch.lerp(old, new, keep.to(old.dtype)))  # where new may not be finite
 
