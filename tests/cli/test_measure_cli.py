@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sysconfig
 from pathlib import Path
 
@@ -214,6 +215,21 @@ def lost_weights(place, folder):
     return folder / "bare", place / "text.txt", ()
 
 
+def other_sizes(place, folder):
+    no_weights(place, folder)
+    shutil.copy(place / "llama" / "model.safetensors", folder / "bare")
+    config = json.loads((folder / "bare" / "config.json").read_text())
+    (folder / "bare" / "config.json").write_text(json.dumps(config | {"intermediate_size": 7}))
+    return folder / "bare", place / "text.txt", ()
+
+
+def special_tokens_alone(place, folder):
+    """transformers makes a tokenizer for a BERT that has none."""
+    config = tf.BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    tf.BertModel(config).save_pretrained(folder / "bert")
+    return folder / "bert", place / "text.txt", ()
+
+
 def no_tokenizer(place, folder):
     save_llama(folder / "bare")
     return folder / "bare", place / "text.txt", ()
@@ -269,7 +285,9 @@ MISTAKES = {
     no_gguf: "cannot be loaded",
     no_weights: "cannot be loaded",
     lost_weights: "its weights lack",
+    other_sizes: "by its configuration",
     no_tokenizer: "has no tokenizer",
+    special_tokens_alone: "its vocabulary is empty",
     other_tokenizer: "but the model has only 9",
     long: "which is 64 tokens",
     all_frame: "leaves no room",

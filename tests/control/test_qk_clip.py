@@ -287,7 +287,7 @@ def clip_and_top(model, optimizer, threshold=1e9):
     return handle, top
 
 
-def test_it_is_of_all_forwards_since_the_last_step_in_training_mode():
+def test_it_is_of_all_training_forwards_since_the_last_step():
     model = ready("llama")
     optimizer = still(model)
     handle, top = clip_and_top(model, optimizer)
@@ -302,11 +302,12 @@ def test_it_is_of_all_forwards_since_the_last_step_in_training_mode():
     loss_of(model, low).backward()
     optimizer.step()
     assert top() == max(tops)  # accumulated
-    model.eval()
-    loss_of(model, high)
-    model.train()
+    with torch.no_grad():
+        loss_of(model.eval(), high)
     one_step(model, optimizer, low)
     assert top() == min(tops)  # evaluation does not count, and the last step is forgotten
+    one_step(model, optimizer, high)
+    assert top() == max(tops)  # a model that is trained in evaluation mode, in which transformers loads it
     handle.remove()
 
 

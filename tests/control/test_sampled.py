@@ -180,14 +180,18 @@ def test_gradients_of_single_samples_leave_no_states_behind():
     assert not reg._states.entered()
 
 
-def test_in_evaluation_states_are_not_sampled():
+def test_training_forwards_are_sampled_in_either_mode_and_no_others():
+    """transformers loads models in evaluation mode; generation goes on in the mode of training, token by token."""
     model = build("gpt2")
     reg = DecoupledLocAteR(model).attach(torch.optim.SGD(model.parameters(), lr=0.1))
     with torch.no_grad():
         model.eval()(input_ids=ids_of(model))
+        model.train()(input_ids=ids_of(model))
     assert not reg._states.entered()
-    run(model)
-    assert reg._states.entered()
+    model.eval()(input_ids=ids_of(model)).logits.sum().backward()
+    before = [reg._states.of(attention).states for attention in attentions(model)]
+    model.train().generate(ids_of(model)[:, :3], max_new_tokens=3, do_sample=False)
+    assert all(reg._states.of(a).states is states for a, states in zip(attentions(model), before, strict=True))
 
 
 @pytest.mark.compiled

@@ -243,20 +243,23 @@ def test_a_users_own_module_and_a_joint_matrix(make):
 # ---------------------------------------------------------------- at work
 
 
-def test_it_acts_in_training_mode_only_and_never_on_the_output():
+def test_it_acts_where_gradients_are_recorded_in_either_mode_and_never_on_the_output():
+    """transformers loads models in evaluation mode, and some train them there."""
     model, given = ready("llama"), batch("llama")
     plain = loss_of(model, given)
     handle = ZLoss(STRENGTH).apply(model)
-    assert torch.equal(loss_of(model, given), plain)
-    model.eval()
-    loss = loss_of(model, given)
-    assert torch.equal(loss, plain)
-    loss.backward()
-    evaluated = gradients(model)
-    handle.remove()
-    model.zero_grad()
-    loss_of(model, given).backward()
-    assert all(torch.equal(g, evaluated[name]) for name, g in gradients(model).items())
+    found = []
+    for mode in (True, False):
+        model.train(mode).zero_grad()
+        loss = loss_of(model, given)
+        assert torch.equal(loss, plain)
+        loss.backward()
+        found.append(gradients(model))
+    assert_same(*found)
+    before = handle.measure()
+    with torch.no_grad():
+        loss_of(model, {**given, "input_ids": given["input_ids"].flip(0, 1)})
+    assert handle.measure() == before
 
 
 @pytest.mark.parametrize("family", ["llama", "gptj", "nn.MultiheadAttention"])
@@ -284,9 +287,10 @@ def test_evaluation_reads_no_call(family, monkeypatch):
     ZLoss(STRENGTH).apply(model)
     for reader in ("of_interface", "of_logits"):
         monkeypatch.setattr(f"locater.hooks._calls.{reader}", lambda *_, **__: 1 / 0)
-    loss_of(model.eval(), given)
+    with torch.no_grad():
+        loss_of(model.eval(), given)
     with pytest.raises(ZeroDivisionError):
-        loss_of(model.train(), given)
+        loss_of(model, given)
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -149,7 +149,7 @@ def test_logits_blown_up_in_one_head_are_found_there(patient):
     assert found(diagnosis) == {(LOGITS, 3, (7,))}
     (finding,) = diagnosis.findings
     assert finding.sure
-    assert "times the median head's" in finding.evidence
+    assert "times the upper quartile of all heads" in finding.evidence
     (sentence,) = diagnosis.sentences()
     assert "layer 3, head 7" in sentence
     assert "DecoupledLocAteR(model).attach(optimizer)" in sentence

@@ -186,6 +186,37 @@ def test_a_mask_of_minus_infinity_is_no_overflow(ids):
     assert NOT_FINITE not in {one.kind for one in doctor(Masked(), ids).findings}
 
 
+def test_a_router_that_puts_out_minus_infinity_is_not_blamed_for_what_another_module_does(ids):
+    class Routed(nn.Module):
+        """A router whose choices of experts are −∞ where they are not chosen, and what comes after it."""
+
+        def __init__(self):
+            super().__init__()
+            self.words, self.attention = nn.Embedding(WORDS, 32), nn.MultiheadAttention(32, 4, batch_first=True)
+            self.router, self.after = Router(), nn.Linear(32, 32)
+
+        def forward(self, x):
+            x = self.words(x)
+            x = x + self.attention(x, x, x)[0] * self.router(x).softmax(-1)[..., :1]
+            return self.after(x)
+
+    class Router(nn.Linear):
+        def __init__(self):
+            super().__init__(32, 4)
+
+        def forward(self, x):
+            made = super().forward(x)
+            chosen = made.topk(2).indices
+            return torch.full_like(made, -math.inf).scatter(-1, chosen, made.gather(-1, chosen))
+
+    model = Routed()
+    assert doctor(model, ids).healthy
+    with torch.no_grad():
+        model.after.weight[0, 0] = math.nan
+    (one,) = doctor(model, ids).findings
+    assert one.module == "after"
+
+
 # ---------------------------------------------------------------------- texts
 
 

@@ -243,8 +243,21 @@ def test_a_sharp_head_whose_scale_is_far_beyond_the_others_is_found_under_smalle
     diagnosis = doctor(model, batches)
     assert found(diagnosis) == {(LOGITS, module_of("bert", 1), (2,))}
     assert diagnosis.heads["max_logit"].max() < 97
-    assert "times the median head's" in diagnosis.sentences()[0]
+    assert "times the upper quartile of all heads" in diagnosis.sentences()[0]
     assert not diagnosis.findings[0].sure
+
+
+def test_sharp_heads_among_idle_ones_are_no_sickness():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 100, "initializer_range": 0.25}
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(num_hidden_layers=3, num_attention_heads=8, **sizes)).eval()
+    with torch.no_grad():
+        for attention in attentions(model):
+            attention.query.weight[:5] *= 0.1  # five of eight heads
+    diagnosis = doctor(model, torch.randint(0, 100, (4, 48)))
+    assert diagnosis.heads["entropy_share"].min() < 0.25
+    assert diagnosis.heads["scale"].max() > 64 * diagnosis.heads["scale"].median()
+    assert diagnosis.healthy
 
 
 def test_perfectly_sharp_heads_everywhere_are_found(patient):

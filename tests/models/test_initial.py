@@ -303,7 +303,7 @@ def rotary(kind, **given):
     ("config", "words"),
     [
         ({"model_type": "resnet"}, "how a model of type 'resnet' starts is not known here, only that of arcee"),
-        ({}, "how a model of type None starts is not known"),
+        ({}, "names no model_type"),
         ({"model_type": ["llama"]}, "is not known"),
         ({"model_type": "llama", "num_hidden_layers": 0}, "num_hidden_layers must be a whole number from 1 to 1,000"),
         ({"model_type": "llama", "num_hidden_layers": 10_000}, "from 1 to 1,000, got 10000"),

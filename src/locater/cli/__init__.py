@@ -80,8 +80,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
         code = _STOPPED
-    except SystemExit as leaving:  # by SIGTERM
-        code = leaving.code
+    except SystemExit as leaving:  # by SIGTERM; by click, with 1, where the reader of our output went away
+        code = leaving.code if leaving.code == _TERMINATED else 0
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
         terminal.discard_output()
     except Exception as error:

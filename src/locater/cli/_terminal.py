@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -21,8 +21,35 @@ from rich.table import Table
 from locater.errors import LocaterError
 from locater.io import json_bytes, write_file
 
+
+def check_file(target: str | Path | None) -> None:
+    """Refuses, before the work, a file that could not be written after it; `-` is standard output."""
+    if target is None or target == "-":
+        return
+    path = Path(target)
+    if path.is_dir():
+        raise LocaterError(f"cannot write {path}: it is a folder; give a file in it")
+    if not path.absolute().parent.is_dir():
+        raise LocaterError(f"cannot write {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise LocaterError(f"cannot write {path}: permission denied")
+
+
+def check_folder(folder: Path, own: Sequence[str]) -> None:
+    """Refuses, before the work, to write among files that are no run's; patterns say which are."""
+    others = folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir())
+    if others and not any(path for pattern in own for path in folder.glob(pattern)):
+        raise LocaterError(f"{folder} holds other files, and no run to go on with: give a new folder")
+
+
+def _checked(target: str | None) -> str | None:
+    check_file(target)
+    return target
+
+
 JsonOption = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write the numbers as JSON; - is standard output.")
+    str | None,
+    typer.Option("--json", metavar="FILE", callback=_checked, help="Write the numbers as JSON; - is standard output."),
 ]
 OutOption = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the files; made if missing.")]
 RevisionOption = Annotated[
@@ -45,19 +72,6 @@ def progress(what: str) -> Iterator[Any]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=None)  # until the first share is known, a pulse
         yield lambda share: bar.update(task, total=1.0, completed=share)
-
-
-def check_file(target: str | Path | None) -> None:
-    """Refuses, before the work, a file that could not be written after it; `-` is standard output."""
-    if target is None or target == "-":
-        return
-    path = Path(target)
-    if path.is_dir():
-        raise LocaterError(f"cannot write {path}: it is a folder; give a file in it")
-    if not path.absolute().parent.is_dir():
-        raise LocaterError(f"cannot write {path}: there is no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise LocaterError(f"cannot write {path}: permission denied")
 
 
 def write_json(target: str, value: Any) -> None:

@@ -52,12 +52,10 @@ def arena_command(
 ) -> None:
     """Train a decoder at rising learning rates with LocAteR and with its rivals; a table, and a figure."""
     from locater.figures import draw_arena
-    from locater.lab.arena import ARENAS, CONTENDERS, finished, outdated, read_arena, run_arena, summary
+    from locater.lab.arena import ARENAS, finished, outdated, read_arena, run_arena, summary
 
     if listed:
-        terminal.out().print(terminal.table([{"arena": key, "is": one.about} for key, one in ARENAS.items()], ""))
-        listing = [{"contender": key, "is": one.label, "strengths": _numbers(one)} for key, one in CONTENDERS.items()]
-        terminal.out().print(terminal.table(listing, ""))
+        _list(json_file)
         return
     if name not in ARENAS:
         raise LocaterError(f"there is no arena {name!r}; there are {', '.join(ARENAS)}")
@@ -76,6 +74,7 @@ def arena_command(
     if tuned is not None:
         arena = replace(arena, tuned=tuned)
     folder = out or Path("runs") / f"arena-{name}"
+    terminal.check_folder(folder, ["cost.json", "*/sweep.json"])
     if renew:
         arena = replace(arena, contenders=_old(folder, outdated(folder), arena.contenders))
     with watching() as watch:
@@ -95,6 +94,18 @@ def arena_command(
             terminal.out().print(terminal.table(_for_people(table, bits), title))
         for path in pictures:
             print(path)
+
+
+def _list(json_file: str | None) -> None:
+    from locater.lab.arena import ARENAS, CONTENDERS
+
+    arenas = [{"arena": key, "is": one.about} for key, one in ARENAS.items()]
+    contenders = [{"contender": key, "is": one.label, "strengths": _numbers(one)} for key, one in CONTENDERS.items()]
+    if json_file is not None:
+        terminal.write_json(json_file, {"arenas": arenas, "contenders": contenders})
+    if json_file != "-":
+        terminal.out().print(terminal.table(arenas, ""))
+        terminal.out().print(terminal.table(contenders, ""))
 
 
 def _old(folder: Path, outdated: set[str], contenders: tuple[str, ...]) -> tuple[str, ...]:

@@ -35,7 +35,6 @@ def doctor_command(
     from locater.pages.report import Found, page_of
 
     words = text_of(text)
-    terminal.check_file(json_file)
     terminal.check_file(out)
     history = None if log is None else read_log(log)
     with terminal.progress("reading") as progress:

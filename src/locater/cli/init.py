@@ -43,7 +43,10 @@ def init_command(
     ] = 1.0,
     branch: Annotated[float, typer.Option(help="On W_O and the MLP's last matrix.")] = 1.0,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the diagram over gain and residual strength.")
+        Path | None,
+        typer.Option(
+            "--plot", metavar="FILE", help="Draw the diagram over gain and residual strength, at most 64 tokens."
+        ),
     ] = None,
     seed: SeedOption = 0,
     json_file: JsonOption = None,
@@ -56,7 +59,6 @@ def init_command(
     from locater.models.initial import open_initial
     from locater.theory import trainability, trainability_map
 
-    terminal.check_file(json_file)
     terminal.check_file(plot)
     if plot is not None and plot.suffix.lower() not in (".png", ".svg"):
         raise LocaterError(f"--plot takes a .png or an .svg file, got {plot.name}")
@@ -95,8 +97,8 @@ def _checked(tokens: int, made: Initial) -> int:
     def quick(count: int) -> bool:
         return count <= _TOKENS or seconds(made.transformer, count) <= _MOST_SECONDS
 
-    if tokens <= _MOST_TOKENS and quick(tokens):
-        return tokens
+    if (made.most_tokens is not None and tokens > made.most_tokens) or (tokens <= _MOST_TOKENS and quick(tokens)):
+        return tokens  # of too many positions, the model's own limit is told
     limit = next(count for count in range(_MOST_TOKENS, 0, -32) if quick(count))
     raise LocaterError(f"--tokens must be at most {limit:,} for this model, got {tokens:,}: that would take minutes")
 
@@ -114,6 +116,8 @@ def sentences(found: Trainability, made: Initial) -> list[str]:
         if where:
             limit = "over 90%" if word == "uniform" else "under 10%"
             said.append(f"Attention starts {word} in {_named(where, layers)}: entropy {limit} of the most there is.")
+    if found.uniform and not found.frozen and found.alike_from is None:
+        said.append("That alone is no fault: GPT-2 and BERT start so, and train.")
     if found.alike_from is not None:
         place = "leave the last layer" if found.alike_from == layers else f"enter layer {found.alike_from}"
         said.append(f"Tokens are alike when they {place}: their mean cosine is 0.9 or more.")
@@ -134,7 +138,7 @@ def _remedies(found: Trainability, made: Initial) -> list[str]:
         said.append(f"{last} times {branch:.3g} keep tokens different.")
     if found.depth and not made.smaller_by_depth:
         said.append(
-            f"{found.depth} of these layers do so, too." if found.depth > 1 else "One of these layers does so, too."
+            f"So does a model of {found.depth} such layers." if found.depth > 1 else "So does a single such layer."
         )
     then = "" if branch is None or math.isnan(branch) else "With these, "
     if gain is not None and math.isnan(gain):

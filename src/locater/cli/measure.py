@@ -51,7 +51,6 @@ def measure_command(
     from locater.measure.reading import alarms_since, read
 
     words = text_of(text)
-    terminal.check_file(json_file)
     _check_folder(plot)
     with terminal.progress("reading") as progress:
         options: dict[str, Any] = {"revision": revision, "length": length, "batch": batch, "device": device}

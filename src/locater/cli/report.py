@@ -9,6 +9,7 @@ import typer
 
 from locater.cli import _terminal as terminal
 from locater.cli._terminal import JsonOption
+from locater.errors import LocaterError
 
 __all__ = ["report_command"]
 
@@ -31,6 +32,9 @@ def report_command(
     from locater.pages.report import report
 
     terminal.check_file(out)
+    written = {path.resolve() for path in (out, Path(json_file or "-")) if str(path) != "-"}
+    if read := next((path for path in paths if path.resolve() in written), None):
+        raise LocaterError(f"{read} is read: give another file to write to")
     with terminal.progress("reading"):
         made = report(paths, seeds_from=seeds_from)
     made.write(out)

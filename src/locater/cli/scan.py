@@ -65,7 +65,6 @@ def scan_command(
     if plot is not None:
         writable_folder(plot)
     terminal.check_file(csv)
-    terminal.check_file(json_file)
     if reader is not None:
         _run(reader)
     checkpoint = open_checkpoint(model, revision=revision)
@@ -80,11 +79,13 @@ def scan_command(
         else:
             table = made.table
         written = draw_scan(made, plot) if made and plot else []
-    if csv is not None:
+    if csv is not None and str(csv) != "-":
         write_file(csv, table.to_csv(index=False).encode())
     if made and json_file is not None:
         terminal.write_json(json_file, made.to_json())
-    if json_file == "-":
+    if str(csv) == "-":
+        print(table.to_csv(index=False), end="")
+    if "-" in (json_file, str(csv)):
         return
     console = terminal.out()
     gain = "" if fold_norm else "; --fold-norm counts the gain of the norm"

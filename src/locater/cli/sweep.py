@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from locater.cli import _terminal as terminal
 from locater.cli import _training as training
 from locater.cli._terminal import JsonOption
 from locater.errors import LocaterError
@@ -57,6 +58,7 @@ def sweep_command(
         members = chosen.design.members(config, numbers, kappa_1=kappa_1, **rest)
         about |= {"comparisons": chosen.design.to_json(), "planned_seeds": list(chosen.seeds)}
     folder = out or Path("runs") / preset
+    terminal.check_folder(folder, ["sweep.json", "run.json"])
     with training.watching() as watch:
         sweep(
             config,

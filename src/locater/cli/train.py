@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from locater.cli import _terminal as terminal
 from locater.cli import _training as training
 from locater.cli._terminal import JsonOption, SeedOption
 
@@ -42,6 +43,7 @@ def train_command(
         kappa_1=kappa_1,
     )
     folder = out or Path("runs") / f"{preset}-{member.name}"
+    terminal.check_folder(folder, ["run.json", "sweep.json"])
     with training.watching() as watch:
         train(
             config,

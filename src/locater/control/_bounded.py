@@ -49,13 +49,18 @@ class Bounded(ABC):
         self._settled = False  # whether all initial spreads are known
         self._moments: Tensor = initial.new_empty(0)
         parts = [[projections(member)[index] for member in members] for index in (0, 1)]
-        self._parts = parts  # W_Q of every module, and W_K
-        self._stored = without_repeats([one for index in (0, 1) for one in stored_of(parts[index], index, moved)])
+        self._parts, self._trained = parts, moved  # W_Q of every module, and W_K
+        self.find_tensors()
         norms = members[0].query_norm, members[0].key_norm
-        self.normalised = norms != (None, None)  # then logits are not bilinear in the weights
+        self.bilinear = norms == (None, None)  # whether logits are, in W_Q and W_K
         # multiplying W_Q or W_K changes nothing where a norm follows
         acts = [norms[i] is None and any(moved(t) for t in parts[i][0].tensors) for i in (0, 1)]
         self._acts = acts[0], acts[1]
+
+    def find_tensors(self) -> None:
+        """Looks up where the parameters are stored; again after a step that gave them other storage."""
+        found = [one for index in (0, 1) for one in stored_of(self._parts[index], index, self._trained)]
+        self._stored = without_repeats(found)
 
     @abstractmethod
     def begin(self, samples: Sequence[Sample]) -> None:
@@ -118,17 +123,11 @@ class Modules(Bounded):
 
     def __init__(self, members: Sequence[Attention], initial: Tensor, moved: Moved, *, missing: bool = False) -> None:
         super().__init__(members, initial, moved, missing=missing)
-        self._first, parts = members[0], self._parts
+        self._first = members[0]
         self._norms = [[one.query_norm for one in members], [one.key_norm for one in members]]
-        plain = not any(part[0].others for part in parts)
-        views = [[one.view(one.tensor.detach()) for one in part] for part in parts] if plain else [[], []]
-        self._kernels = plain and supported(views[0], views[1], None, None)
-        size = sum(math.prod(part[0].shape) * part[0].tensor.itemsize for part in parts)  # bytes of a module
-        small = 1 < len(members) <= _SMALL // size
-        self._weights = [Weights(part, kernels=self._kernels, stacked=small) for part in parts]
-        self._dtype = product_type(parts[0][0].tensor)
-        self._recorded = small and plain and self._on_device  # LoRA's scaling and adapters may change
-        self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        self._dtype = product_type(self._parts[0][0].tensor)
+        # LoRA's scaling and adapters may change
+        self._recorded = self._small and self._linear and self._on_device
         self._steps = 0
         self._states: Tensor | None = None
         self._old: list[Copy] = []
@@ -137,7 +136,6 @@ class Modules(Bounded):
         self._rows: list[Tensor] = []
         self._moved: list[Tensor] = []
         self._kept: Tensor | None = None  # the fraction of the step (S, G, 1) that is kept so far
-        self._linear = plain
         self._before: list[Tensor] = []  # q and k of the sample
         self._gains: list[Tensor | None] = []  # of norms, before the step: only what W_Q and W_K change is measured
         self._given = initial.new_tensor([1.0, 0.0])  # the schedule's factor, and whether the step was skipped
@@ -145,6 +143,17 @@ class Modules(Bounded):
         self._positions: Tensor | None = None
         self._rope: tuple[int, Rope] | None = None  # of sequences of this length
         self._rotation: tuple[Tensor, Tensor] | None = None
+
+    def find_tensors(self) -> None:
+        super().find_tensors()
+        parts = self._parts
+        plain = self._linear = not any(part[0].others for part in parts)
+        views = [[one.view(one.tensor.detach()) for one in part] for part in parts] if plain else [[], []]
+        self._kernels = plain and supported(views[0], views[1], None, None)
+        size = sum(math.prod(part[0].shape) * part[0].tensor.itemsize for part in parts)  # bytes of a module
+        self._small = 1 < len(parts[0]) <= _SMALL // size
+        self._weights = [Weights(part, kernels=self._kernels, stacked=self._small) for part in parts]
+        self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
 
     def begin(self, samples: Sequence[Sample]) -> None:
         self._steps += 1

@@ -115,12 +115,16 @@ class SampledStates:
 
 @dataclass(eq=False)
 class _Sampler:
-    """A forward pre-hook that keeps a sample; it may be compiled with the model."""
+    """A forward pre-hook that keeps a sample; it may be compiled with the model.
+
+    A training forward is one that records gradients. The mode does not tell: transformers loads models in evaluation
+    mode, some loops and Lightning leave them there, and generation between two steps may find them in training mode.
+    """
 
     last: Sample | None = field(default=None, repr=False)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if not module.training:
+        if not torch.is_grad_enabled():
             return
         x = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
         if not isinstance(x, Tensor) or x.ndim < 2 or not x.is_floating_point() or _is_transformed(x):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -27,7 +28,7 @@ from locater.control._steps import Schedule, around_step
 from locater.control.apply import LocAteRForm, Regulariser, traces
 from locater.control.rules.decoupled import VERSION, Decoupled
 from locater.errors import LocaterError
-from locater.models import Attention
+from locater.models import Attention, Projection
 from locater.names import plain_name
 
 __all__ = ["DecoupledLocAteR", "DecoupledLocAteRMethod"]
@@ -133,6 +134,9 @@ class DecoupledLocAteR(Regulariser):
                 begun.extend(self._begin(optimizer, held, plan))
 
         def after() -> None:
+            if begun and plan.made_of[0] != self._storage():  # a step that sets p.data
+                for one in begun:
+                    one.find_tensors()
             self._end(begun, getattr(optimizer, "found_inf", None), self._clock.factor() if acts else 0.0)
             begun.clear()
             self._clock.tick(optimizer)
@@ -146,9 +150,8 @@ class DecoupledLocAteR(Regulariser):
         # a rate of 0 freezes, too; a rate that is a tensor is not read, which could wait for the device
         rates = (group.get("lr") for group in optimizer.param_groups)
         still = [isinstance(rate, int | float) and rate == 0 for rate in rates]
-        tensors = [(t.data_ptr(), t.dtype, t.requires_grad) for t in (*self._groups.tensors, *self._gains)]
         unseen = self._is_unseen(plan)
-        made_of = tensors, still, held.ids(), self._states.kinds(), unseen, self._states.norms()
+        made_of = self._storage(), still, held.ids(), self._states.kinds(), unseen, self._states.norms()
         if plan.made_of != made_of:
             plan.made_of, plan.work = None, []  # frees the copies; if this fails, the next step builds the plan anew
             if made_of[-1] != self._norms_known:
@@ -161,6 +164,10 @@ class DecoupledLocAteR(Regulariser):
             one.begin([sample() for sample in sources])
         return [one for one, _ in plan.work]
 
+    def _storage(self) -> list[Any]:
+        """Where the weights, biases and gains of all modules are stored, and how."""
+        return [(t.data_ptr(), t.dtype, t.requires_grad) for t in (*self._groups.tensors, *self._gains)]
+
     def _is_unseen(self, plan: _Plan) -> bool:
         """On several ranks this may not depend on the states that one of them saw: all have to do the same."""
         return self.step < self.every if self._has_ranks() else plan.unseen
@@ -171,42 +178,50 @@ class DecoupledLocAteR(Regulariser):
     def _worked_on(self, held: HeldBy, still: Sequence[bool], *, unseen: bool) -> Iterator[_Work]:
         """While some are `unseen`, also modules whose learning rate is 0, with which a warm-up may begin."""
 
-        def moved(tensor: Tensor) -> bool:
-            index = held.group(tensor) if tensor.requires_grad else None
+        def moved(tensor: Tensor, but: Container[int] = ()) -> bool:
+            index = held.group(tensor) if tensor.requires_grad and id(tensor) not in but else None
             return index is not None and not still[index]
 
         written = set[int]()
         for group in self._groups(held.group, held):
             if all(index is None or (still[index] and not unseen) for index in group.rates):
                 continue
-            for members in self._of_one_kind(group, written):
+            for members, own in self._of_one_kind(group, written):
                 initial = torch.stack([self._initial_of(member) for member in members])
                 self._initial |= zip((plain_name(member.module) for member in members), initial, strict=True)
                 kind = Modules if stackable(members[0]) else OneModule
                 missing = self._states.is_missing(members[0])
                 sources = [self._states.source(member) for member in members]
-                yield kind(members, initial, moved, missing=missing), sources
+                parts = zip(projections(members[0]), own, strict=True)
+                others = {id(part.tensor) for part, is_own in parts if not is_own}
+                yield kind(members, initial, partial(moved, but=others), missing=missing), sources
 
-    def _of_one_kind(self, group: Group, written: set[int]) -> Iterator[list[Attention]]:
-        """Lists of members that are alike, with samples of the same shape and positions. A module that shares weights
-        with an earlier one is left out."""
-        found: list[tuple[Any, list[Attention]]] = []
+    def _of_one_kind(self, group: Group, written: set[int]) -> Iterator[tuple[list[Attention], tuple[bool, ...]]]:
+        """Lists of members that are alike, with samples of the same shape and positions, and whether W_Q and W_K are
+        their own. Those that an earlier module has, too, are bounded as that one's."""
+        found: list[tuple[Any, list[Attention], tuple[bool, ...]]] = []
         for member in group.members:
-            plain = [one for one in projections(member) if not (one.others or one.computed)]
-            where = {id(one.tensor) if is_sharded(one.tensor) else one.weight.data_ptr() for one in plain}
-            if where & written:
+            where = [self._where(one) for one in projections(member)]
+            own = tuple(one not in written for one in where)
+            if not any(own):
                 continue
-            written |= where
+            written.update(one for one in where if one is not None)
             sample = self._states.of(member)
             stack = re.split(r"\.\d+\.", member.module, maxsplit=1)[0]  # masks of encoder and decoder may differ
-            sampled = sample.states.shape, sample.tokens, stack, self._states.is_missing(member)
-            together = (same for known, same in found if known == sampled and alike(same[0], member))
+            sampled = sample.states.shape, sample.tokens, stack, self._states.is_missing(member), own
+            together = (same for known, same, _ in found if known == sampled and alike(same[0], member))
             kind = next(together, None) if stackable(member) else None
             if kind is None:
-                found.append((sampled, [member]))
+                found.append((sampled, [member], own))
             else:
                 kind.append(member)
-        yield from (members for _, members in found)
+        yield from ((members, own) for _, members, own in found)
+
+    def _where(self, part: Projection) -> int | None:
+        """What identifies a stored W_Q or W_K; None for one that is computed, as LoRA's."""
+        if part.others or part.computed:
+            return None
+        return id(part.tensor) if is_sharded(part.tensor) else part.weight.data_ptr()
 
     def _initial_of(self, attention: Attention) -> Tensor:
         """(G, R); −1 where it is not known yet."""
@@ -226,7 +241,7 @@ class DecoupledLocAteR(Regulariser):
         else:
             self._moments = [(names, moments.clone()) for names, moments in self._moments]
             for look in range(_LOOKS):
-                again = [one for one in begun if look == 0 or one.normalised]
+                again = [one for one in begun if look == 0 or not one.bilinear]
                 every = self.every if look == 0 else 1
                 self._averaged([(one, one.hold_back(self.rule, factor, overflow, every)) for one in again])
             for one in begun:
@@ -294,8 +309,8 @@ class DecoupledLocAteR(Regulariser):
             made = {name: torch.tensor(value, dtype=torch.float64) for name, value in initial.items()}
         except (TypeError, ValueError):
             made = {"": torch.tensor(float("nan"))}
-        if not all(bool((value >= 0).all()) for value in made.values()):
-            raise LocaterError(f"{wrong}: its initial spreads are no numbers, or negative")
+        if not all(bool(((value >= 0) & value.isfinite()).all()) for value in made.values()):
+            raise LocaterError(f"{wrong}: its initial spreads are no finite numbers, or negative")
         others = [name for name, value in made.items() if value.shape != heads[name]]
         if others:
             raise LocaterError(f"{wrong}: {others[0]} has other heads")

@@ -43,10 +43,10 @@ __all__ = ["QKClip"]
 class QKClip(Method):
     """No head's largest logit above `threshold`, on the batch that set it.
 
-    S is of q·k alone, before softcaps and position biases, over the visible pairs of all forwards in training mode
-    since the last step, on all ranks of `group` (torch.distributed's default group where there is one). It is of the
-    weights before the step: the step's own change comes on top, as does what clipping a layer does to the inputs of
-    the next.
+    S is of q·k alone, before softcaps and position biases, over the visible pairs of all forwards since the last step
+    that record gradients or are in training mode, on all ranks of `group` (torch.distributed's default group where
+    there is one). It is of the weights before the step: the step's own change comes on top, as does what clipping a
+    layer does to the inputs of the next.
 
     In latent attention (MLA) all heads share a rotary key: it stays, the queries' rotary rows take all of γ, and the
     other rows of queries and keys √γ each, as Kimi K2 does.
@@ -77,7 +77,9 @@ class QKClip(Method):
         by_module: dict[int, _Largest] = {}
 
         def wants(module: nn.Module) -> bool:
-            return module.training and id(module) in by_module and not in_backward()
+            # gradients are not recorded where checkpointing is to compute a forward again in backward
+            trains = torch.is_grad_enabled() or module.training
+            return trains and id(module) in by_module and not in_backward()
 
         def handle(intercepted: Intercepted, result: Tensor) -> Tensor:
             by_module[id(intercepted.module)].add(intercepted)

@@ -23,7 +23,7 @@ __all__ = ["ZLoss"]
 
 
 class ZLoss(Method):
-    """strength · mean logsumexp² of the logits of each attention module, in training mode.
+    """strength · mean logsumexp² of the logits of each attention module, in every forward that records gradients.
 
     The logsumexp is of what softmax is given: scaled, capped, biased, masked. Queries that are padding, where the masks
     show it, do not count; calls of one module in several forwards each count, once: in the first backward.
@@ -49,7 +49,8 @@ class ZLoss(Method):
         names: dict[int, str] = {}
 
         def wants(module: nn.Module) -> bool:
-            return module.training and torch.is_grad_enabled()
+            del module
+            return torch.is_grad_enabled()
 
         def handle(intercepted: Intercepted, result: Tensor) -> Tensor:
             mean = _mean_square(intercepted) if result.requires_grad else None

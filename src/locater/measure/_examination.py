@@ -169,9 +169,10 @@ class _Outputs:
         given_finite = entered is None or _is_finite(entered)
         fault = Fault(name, finite, given_finite, str(out.dtype).removeprefix("torch."))
         if below:
-            self._below = fault  # a mask all the same, unless what follows is neither finite nor −∞
+            self._below = fault  # a mask all the same, unless another module makes something else of it
         else:
-            self.not_finite = self._below or fault
+            follows = finite and not given_finite
+            self.not_finite = (self._below if follows else None) or fault
 
     def _is_w_o(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> bool:
         """Whether it is the W_O of the attention that ran last: given its very output, and beside it in one block."""

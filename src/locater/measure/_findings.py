@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Healthy is what MiniLM and SmolLM2 do at 64 to 512 tokens of fifteen texts: prose in four languages, code, tables
 LIMIT = 2 * Thresholds().logit  # 194: the largest logit of a healthy head is 103, MiniLM's 0.2 at 512 tokens
 _SHARP = 0.25  # of ln(keys)
-_FAR = 64.0  # times the median scale of the model's heads: the largest of a healthy one is 20, MiniLM's 0.2
+_FAR = 64.0  # times the upper quartile of the heads' scales: healthy heads have up to 32, SmolLM2's 0.7
 _BY_LAW = 0.01  # of ln(keys): what the softmax law expects of a healthy head's weights is 0.056 or more
 _SATURATED = 1 - 1e-7  # of a softcap: float32 knows no more of tanh
 _UNIFORM = 0.995  # of ln(keys): the most even healthy head has 0.988
@@ -213,7 +213,7 @@ def _why(fault: Fault | None) -> tuple[str, str]:
 
 def logits(heads: pd.DataFrame) -> list[Finding]:
     """Sharp heads whose logits are beyond the limit, or must be far apart by their weights."""
-    usual = float(heads["scale"].median())
+    usual = float(heads["scale"].quantile(0.75))  # the median head may be idle
     rows = [row | {"logit": _uncapped(row), "grown": _grown(row, usual)} for row in _rows(heads) if _is_finite(row)]
     found = []
     for name, wrong in _by_module(row for row in rows if _beyond(row) > 1).items():
@@ -249,7 +249,7 @@ def _uncapped(row: Row) -> float:
 
 
 def _grown(row: Row, usual: float) -> float:
-    """The scale beside the median head's; 0 where it says nothing of logits."""
+    """The scale over the upper quartile of all heads'; 0 where it says nothing of logits."""
     grown = row["scale"] / usual if usual > 0 and not row["qk_norm"] else 0.0
     return float(grown) if grown > 0 else 0.0
 
@@ -264,7 +264,8 @@ def _logit_evidence(row: Row) -> str:
         told = f"{entropy}, {100 * row['entropy_share']:.2g}% of ln(keys)"
     if row["entropy_share"] < _SHARP and _is_sharp_by_law(row):
         told += ", as the softmax law expects of such weights"
-    return told + (f"; its scale is {row['grown']:,.0f} times the median head's" if row["grown"] > _FAR else "")
+    far = f"; its scale is {row['grown']:,.0f} times the upper quartile of all heads"
+    return told + (far if row["grown"] > _FAR else "")
 
 
 # ---------------------------------------------------------------------- of heads and modules

@@ -75,10 +75,14 @@ class Pretrained:
         import transformers
 
         dtype: Any = torch.float32 if device.type == "cpu" else "auto"
-        options = {"config": self._config, "dtype": dtype, "output_loading_info": True}
+        options = {"config": self._config, "dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
         with _explained(f"{self.name} cannot be loaded"):
             network, info = transformers.AutoModel.from_pretrained(**self.files, **options)
             missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
+            for name, stored, expected in info["mismatched_keys"]:
+                raise LocaterError(
+                    f"{name} is {tuple(stored)} in its weights and {tuple(expected)} by its configuration"
+                )
             if missing:  # transformers fills them with random numbers
                 raise LocaterError(f"its weights lack {', '.join(missing[:3])}{' and others' if missing[3:] else ''}")
             whole = network.to(device).eval()
@@ -104,7 +108,8 @@ class Pretrained:
         wanted = f"{self.name} has no tokenizer that can be loaded, as from a tokenizer.json beside its weights"
         with _explained(wanted):
             tokenizer = transformers.AutoTokenizer.from_pretrained(**self.files, config=self._config)
-            if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+            # without files, transformers makes one that knows special tokens alone
+            if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
                 raise LocaterError("its vocabulary is empty")
         return tokenizer
 

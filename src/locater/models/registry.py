@@ -71,15 +71,24 @@ class Site:
     def tensor(self, name: str) -> Tensor:
         found = self.optional(name)
         if found is None:
-            raise LocaterError(f"{self.name} has no tensor {name}")
+            raise self._lacks(f"{self.name}.{name}".removeprefix("."), name)
         return found
 
     def named(self, name: str) -> Tensor:
         """A tensor by its name in the model around."""
         found = self.tensors.get(self.prefix + name)
         if found is None:
-            raise LocaterError(f"{self.name} has no tensor {self.prefix + name}")
+            raise self._lacks(self.prefix + name, self.prefix + name)
         return found
+
+    def _lacks(self, name: str, told: str) -> LocaterError:
+        module, _, attribute = name.rpartition(".")
+        computed = (f"{module}.parametrizations.{attribute}.original{part}" for part in ("", "0"))
+        if any(self.tensors.get(one) is not None for one in computed):
+            return LocaterError(
+                f"{self.name}: {told} is computed by a parametrisation, as σReparam's; remove that first"
+            )
+        return LocaterError(f"{self.name} has no tensor {told}")
 
     def part(self, name: str) -> nn.Module | None:
         """A module by its name in the model around."""

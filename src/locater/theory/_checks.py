@@ -81,6 +81,13 @@ def positive(name: str, value: float) -> float:
     return float(number)
 
 
+def not_negative(name: str, value: float) -> float:
+    found = number(name, value)
+    if found < 0:
+        raise LocaterError(f"{name} must not be negative, got {found:g}")
+    return found
+
+
 def at_least(name: str, value: int, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise LocaterError(f"{name} must be a whole number of at least {least}, got {value!r:.80}")

@@ -48,6 +48,11 @@ class RandomLinear:
     std: float  # of an entry
     bias_std: float = 0.0  # of a bias's entry, 0 without
 
+    def __post_init__(self) -> None:
+        check.at_least("inputs", self.inputs, 1)
+        check.not_negative("std", self.std)
+        check.not_negative("bias_std", self.bias_std)
+
     def gram(self, gram: Array) -> Array:
         """Of what it puts out."""
         return np.asarray(self.inputs * self.std**2 * gram + self.bias_std**2)
@@ -107,8 +112,8 @@ class RandomTransformer:
         if depth > MOST_LAYERS:
             raise LocaterError(f"layers must be at most {MOST_LAYERS:,}, got {depth:,}")
         check.one_of("norm", self.norm, NORMS)
-        if not check.number("eps", self.eps) >= 0:
-            raise LocaterError(f"eps must not be negative, got {self.eps:g}")
+        check.not_negative("eps", self.eps)
+        check.number("branch", self.branch)
         if self.parallel and self.norm == "post":
             raise LocaterError("parallel branches with norms after the sums: no such model is known; use norm='pre'")
         a = self.attention
@@ -116,8 +121,13 @@ class RandomTransformer:
         check.at_least("head_width", a.head_width, 1)
         if check.at_least("key_heads", a.key_heads, 1) > a.heads or a.heads % a.key_heads:
             raise LocaterError(f"key_heads must divide the {a.heads} heads, got {a.key_heads}")
+        check.number("logit_scale", a.logit_scale)
         if a.window is not None:
             check.at_least("window", a.window, 2)
+        if a.qk_norm_eps is not None:
+            check.not_negative("qk_norm_eps", a.qk_norm_eps)
+        if a.softcap is not None:
+            check.positive("softcap", a.softcap)
         for rates in {a.rotary, *self.rotary}:
             if 2 * len(check.finite("rotary", rates)) > a.head_width:
                 raise LocaterError(f"rotary turns {len(rates)} pairs of coordinates, and a head has {a.head_width}")
@@ -153,6 +163,8 @@ def token_gram(similarity: ArrayLike, std: float, *, position_std: float = 0.0, 
     have entries of `position_std`, what all tokens get has `shared_std`.
     """
     content = check.covariance("similarity", similarity)
+    for name, value in (("std", std), ("position_std", position_std), ("shared_std", shared_std)):
+        check.not_negative(name, value)
     return np.asarray(std**2 * content + position_std**2 * np.eye(len(content)) + shared_std**2)
 
 

@@ -14,8 +14,8 @@ queries and all heads, of which the logits are made, and a rest of covariance C 
 the logits as well, outputs are therefore normal, of covariance Σ_ab (p_aᵀ C p_b) O_a Σ⊥ O_bᵀ over heads (O = W_O W_V);
 that of their means over all logits is added to it.
 
-It is not of the form K′_ij Σ′, which the next layer's tokens would need. `AttentionLayer.closure` measures how far the
-nearest of that form, and normality, are from it.
+It is not of the form K′_ij Σ′, which the next layer's tokens would need. `AttentionLayer.closure` takes Σ′ as the mean
+over positions and the K′ nearest with it, and measures how far that, and normality, are from it.
 
 Legend: T tokens, D width, K head width, H heads, N samples.
 """
@@ -89,6 +89,8 @@ class AttentionLayer:
             if array.ndim != 3:
                 raise LocaterError(f"{name} must have heads and a matrix for each, got shape {array.shape}")
             object.__setattr__(self, name, array)
+            if not array.size:
+                raise LocaterError(f"{name} must have at least one head, row and column, got shape {array.shape}")
         heads, _, width = self.w_q.shape
         if self.w_k.shape != self.w_q.shape or self.w_v.shape[::2] != (heads, width):
             shapes = f"{self.w_q.shape}, {self.w_k.shape} and {self.w_v.shape}"
@@ -233,6 +235,9 @@ class AttentionLayer:
 
     def outputs(self, x: Array) -> Array:
         """What the layer puts out for sequences (N, T, D), every token drawn: what the law is tested against."""
+        x = check.finite("x", x)
+        if x.ndim != 3 or x.shape[-1] != self.width:
+            raise LocaterError(f"x must be sequences (N, T, {self.width}), got shape {x.shape}")
         visible = np.tri(x.shape[1], dtype=bool) if self.causal else np.ones((x.shape[1],) * 2, bool)
         total = np.zeros_like(x)
         for w_q, w_k, w_v, w_o in zip(self.w_q, self.w_k, self.w_v, self.w_o, strict=True):
@@ -259,6 +264,7 @@ class AttentionLayer:
         """
         tokens = _Tokens.of(process, self.width, covariance, mean)
         samples, size = check.at_least("samples", samples, 8), process.tokens * self.width
+        skip, seed = check.number("skip", skip), check.at_least("seed", seed, 0)
         if size > 4096:
             raise LocaterError(f"tokens × width must be at most 4,096 for a covariance of all, got {size:,}")
         halves = []
@@ -280,6 +286,8 @@ def _closed(halves: list[Array], count: int, width: int) -> LayerClosure:
     covariances = [np.cov(half.T).reshape(count, width, count, width) for half in halves]
     whole = np.mean(covariances, 0)
     sigma = np.einsum("iaib->ab", whole)
+    if not np.trace(sigma) > 0:
+        raise LocaterError("the outputs do not vary, so that they have no covariance to close")
     sigma = sigma * width / np.trace(sigma)
     k = np.einsum("iajb,ab->ij", whole, sigma) / (sigma**2).sum()  # the nearest, given Σ′
     apart = [each - np.einsum("ij,ab->iajb", k, sigma) for each in covariances]

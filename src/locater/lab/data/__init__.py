@@ -232,7 +232,7 @@ def _wikitext_2(cache: Path | None) -> _Text:
     except Exception as error:  # the hub's own errors have many classes
         reason = str(error).strip() or type(error).__name__
         if isinstance(error, ModuleNotFoundError):
-            reason = f"{str(error.name).partition('.')[0]} is not installed"
+            reason = f"{str(error.name).partition('.')[0]} is not installed; it comes with the extra locater[hub]"
         raise LocaterError(
             f"wikitext-2 is not in $LOCATER_DATA, here or in data, and could not be fetched from the hub: "
             f"{reason.splitlines()[0].partition('. ')[0].rstrip('.')}; {_WAY_OUT}"

@@ -30,6 +30,8 @@ def open_initial(name: str, revision: str | None = None) -> Initial:
         return initial(configuration(path, files, lambda file: read_json(path / file)), name)
     if path.is_file() and path.suffix != ".gguf":
         return initial(read_json(path), name)
+    if path.suffix == ".json":
+        raise LocaterError(f"{name} does not exist")
     require("transformers", "hf")
     import transformers
 
@@ -45,6 +47,8 @@ def open_initial(name: str, revision: str | None = None) -> Initial:
 def initial(config: Mapping[str, Any], origin: str) -> Initial:
     """From a configuration as transformers writes it; `origin` is what messages call it."""
     kind = config.get("model_type")
+    if kind is None:
+        raise LocaterError(f"{origin} names no model_type, which says how a model starts")
     if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise LocaterError(f"{origin}: how a model of type {kind!r:.60} starts is not known here, only that of {known}")
