@@ -65,18 +65,17 @@ def _cosine_limit(ax: Axes) -> None:
     """Giorlandino and Goldt's encoder (one head, ReLU, Post-LN, weights of variance 0.2/D), by layer."""
     layers, start, width = 30, 0.2, 720
     small, one = RandomLinear(width, (0.2 / width) ** 0.5, 0.02), RandomLinear(width, width**-0.5)
-    for colour, (beta, at) in zip(COLOURS, {0.5: (7, 0.72), 3.0: (14, 0.69), 6.0: (24, 0.42)}.items(), strict=False):
+    for colour, beta in zip(COLOURS, (0.5, 3.0, 6.0), strict=False):
         share = beta**2 / 2
         for tokens, line in ((64, ":"), (512, "-")):
             looks = RandomLinear(width, (2 * share * np.log(tokens)) ** 0.25 / width**0.5)
             attention = RandomAttention(1, 1, width, looks, looks, small, one, width**-0.5, causal=False)
             model = RandomTransformer(layers, attention, RandomMLP(small, small, "relu"), norm="post")
             law = depth_law(model, (1 - start) * np.eye(tokens) + start, draws=max(1, 512 // tokens))
-            ax.plot(law.cosine, line, color=colour)
+            ax.plot(law.cosine, line, color=colour, label=f"β = {beta:g}" if line == "-" else None)
         ax.plot(long_limit(model, start, share).cosine, "--", color="black", linewidth=0.9)
-        ax.text(*at, f"β = {beta:g}", fontsize=7, ha="center", color=colour)
     for tokens, line in (("T = 64", ":"), ("T = 512", "-")):
         ax.plot([], line, color="grey", label=tokens)
     ax.plot([], "--", color="black", linewidth=0.9, label="T → ∞")
     ax.set(xlabel="layer", ylabel="mean cosine", title="An encoder, b = β² ln T", ylim=(0, 1.04))
-    ax.legend(fontsize=7, loc="lower right")
+    ax.legend(fontsize=7, loc="lower right", ncols=2)

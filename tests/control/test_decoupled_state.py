@@ -176,6 +176,7 @@ def test_a_state_goes_on_where_it_was(dtype):
         ({"initial": {"transformer.h.0.attn": [[1.0]], "transformer.h.1.attn": [[1.0]]}}, "has other heads"),
         ({"initial": {"transformer.h.0.attn": "much", "transformer.h.1.attn": 1}}, "are no numbers"),
         ({"initial": {"transformer.h.0.attn": [[math.nan]]}}, "are no numbers"),
+        ({"initial": {"transformer.h.0.attn": [[math.inf]]}}, "not finite"),
         ({"initial": {"transformer.h.0.attn": [[-2.0]]}}, "or negative"),
         ({"step": "x"}, "its step is 'x'"),
         ({"step": -3}, "its step is -3"),

@@ -310,7 +310,7 @@ class DecoupledLocAteR(Regulariser):
         except (TypeError, ValueError):
             made = {"": torch.tensor(float("nan"))}
         if not all(bool(((value >= 0) & value.isfinite()).all()) for value in made.values()):
-            raise LocaterError(f"{wrong}: its initial spreads are no finite numbers, or negative")
+            raise LocaterError(f"{wrong}: its initial spreads are no numbers, not finite, or negative")
         others = [name for name, value in made.items() if value.shape != heads[name]]
         if others:
             raise LocaterError(f"{wrong}: {others[0]} has other heads")

@@ -82,7 +82,8 @@ def clouds(scan: Scan) -> Figure:
             ax.plot(cloud.real.mean(), 0, "|", color=colour, markersize=8)
         ax.axhline(0, color="0.8", linewidth=0.6, zorder=0)
         ax.axvline(0, color="0.8", linewidth=0.6, zorder=0)
-        ax.set_title(f"{row['kind']} {row['layer']}", fontsize=8)
+        kind = row["kind"] if modules["kind"].nunique() > 1 else "layer"
+        ax.set_title(f"{kind} {row['layer']}", fontsize=8)
     for ax in axes[-1]:
         ax.set_xlabel(r"Re $w$")
     for ax in axes[:, 0]:
