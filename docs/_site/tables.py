@@ -71,7 +71,7 @@ def cause() -> list[str]:
 def pages() -> dict[str, list[list[str]]]:
     """Of each page its tables."""
     tuned = [finetune_smollm2.table(RESULTS / name) for name in ("finetune-smollm2", "finetune-smollm2-lora")]
-    arenas = [stacked(), arena_llama.table(RESULTS / "arena-llama")]
+    arenas = [stacked(), *(arena_llama.table(RESULTS / name) for name in ("arena-llama", "arena-llama-small"))]
     return {"arena.md": arenas, "locater.md": tuned, "cause.md": [cause()]}
 
 

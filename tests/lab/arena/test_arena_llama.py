@@ -84,6 +84,8 @@ def trained(benchmark, monkeypatch):
 def test_every_run_was_planned(benchmark):
     known = benchmark.read(RESULTS / "runs.jsonl")
     assert {run for run, _ in known} <= set(benchmark.plan(known))
+    small = benchmark.read(RESULTS.with_name("arena-llama-small") / "runs.jsonl")
+    assert {run for run, _ in small} == set(benchmark.plan(small, benchmark.SMALL))
 
 
 def test_runs_of_another_version_of_locater_are_trained_again_and_marked(benchmark, tmp_path):

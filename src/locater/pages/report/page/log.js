@@ -61,7 +61,7 @@ function moduleSwitches({ modules }, on, tell) {
       "button.strength",
       about,
       swatch("member", () => depthColour(index, modules.length)),
-      modules[index].label,
+      /^\d+$/.test(modules[index].label) ? `layer ${modules[index].label}` : modules[index].label,
     );
   });
   const show = () => buttons.forEach((made, index) => made.setAttribute("aria-pressed", String(on.has(index))));

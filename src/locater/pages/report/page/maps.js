@@ -142,7 +142,7 @@ function headMap(section, label, values, look, chosen) {
         ticktext: ticks.map((module) => escaped(names[module])),
       }),
       shapes: marks(),
-      margin: { l: 30 + 6.5 * extent(names.map((name) => name.length))[1], r: 56 },
+      margin: { l: 30 + 6.5 * extent(names.map((name) => name.length))[1], r: 68 },
     },
   });
   const click = (point) => {
@@ -154,7 +154,8 @@ function headMap(section, label, values, look, chosen) {
   return figure;
 }
 
-/** Ticks of a colour bar whose values are logarithms: at 1, 2 and 5, or at powers of ten where those are many. */
+/** Ticks of a colour bar whose values are logarithms: at 1, 2 and 5, or at powers of ten where those are many; at the
+ *  ends and the middle where they are too few. */
 function logTicks(logs) {
   const [low, high] = extent(logs);
   const steps = high - low > 2.5 ? [1] : high - low > 1.2 ? [1, 3] : [1, 2, 5];
@@ -162,7 +163,10 @@ function logTicks(logs) {
     .flatMap((k) => steps.map((step) => step * 10 ** (k - 20)))
     .filter((value) => Math.log10(value) >= low && Math.log10(value) <= high);
   const text = (value) => shown(value, 1).replace(/^1\.?e\+?(.*)$/, "10<sup>$1</sup>");
-  return values.length > 1 ? { tickvals: values.map(Math.log10), ticktext: values.map(text) } : {};
+  if (values.length > 1) return { tickvals: values.map(Math.log10), ticktext: values.map(text) };
+  if (!(low <= high)) return {};
+  const few = [low, (low + high) / 2, high];
+  return { tickvals: few, ticktext: few.map((log) => shown(10 ** log, 3)) };
 }
 
 /** Blue through the surface to red: zero recedes into the page. */
