@@ -157,6 +157,16 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(tmp_path, mistake, monkeyp
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("command", ["train", "sweep", "arena"])
+def test_nothing_is_trained_among_other_files(tmp_path, command, capsys):
+    (tmp_path / "model.safetensors").write_bytes(b"mine")
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "laptop", "--steps", "2", "--out", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "holds other files" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
 def test_a_setting_is_read_by_its_kind(tmp_path, text):
     options = ["--set", "norm=none", "--set", "tied=no", "--set", "valid_blocks=none"]
     run("train", "laptop", "--data", text, "--steps", 2, *SMALL, *options, "--out", "run", cwd=tmp_path)

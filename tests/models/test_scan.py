@@ -482,6 +482,7 @@ def test_the_command_writes_tables_and_pictures_and_nothing_for_a_broken_model(t
     assert heads[0].keys() >= {"module", "kind", "layer", "head", "trace", "scale", "regime"}
     assert (tmp_path / "s.csv").read_text().count("\n") == 9
     assert len(list((tmp_path / "plots").glob("*.png"))) == 2
+    assert run("scan", "good", "--csv", "-", "--offset", "-2", cwd=tmp_path).stdout == (tmp_path / "s.csv").read_text()
     assert "8 heads in 2 attention modules" in done.stdout
     truncated_folder = tmp_path / "bad"
     truncated_folder.mkdir()

@@ -39,6 +39,18 @@ def test_the_kernel_of_an_activation_is_the_integral_over_two_normals(activation
     assert activation_kernel(activation, gram)[1, 1] == pytest.approx((phi**2) @ one, abs=1e-4)
 
 
+@pytest.mark.parametrize("spread", [3.0, 10.0])
+def test_the_kernel_of_tanh_is_odd_and_that_of_a_sign_where_inputs_are_large(spread):
+    """sign's is the arcsine law, from which tanh's is less far the larger its inputs."""
+    cosines = np.array([-1.0, -0.9, -0.5, 0.5, 0.9, 1.0])
+    kernels = [activation_kernel("tanh", spread**2 * np.array([[1.0, one], [one, 1.0]])) for one in cosines]
+    found = np.array([kernel[0, 1] for kernel in kernels])
+    np.testing.assert_allclose(found, -found[::-1], rtol=1e-6)
+    assert found[-1] == pytest.approx(kernels[0][0, 0], rel=1e-9)
+    sign = 2 / np.pi * np.arcsin(cosines)
+    assert np.abs(found - sign)[1:-1].max() < 1.5 / spread
+
+
 def transformer(layers=1, *, heads=4, width=64, std=0.3, norm="none", mlp=None, **more):
     linear = RandomLinear(16, std)
     output = RandomLinear(heads * width, 0.05)
@@ -290,6 +302,11 @@ def test_finite_lengths_approach_the_random_energy_model():
         (lambda: depth_law(transformer(), np.diag([1.0, 0.0])), "a token is zero"),
         (lambda: depth_law(transformer(), np.eye(3), gain=-1.0), "gain and branch must be from 0 to 1e+09"),
         (lambda: activation_kernel("sine", np.eye(2)), "activation must be one of relu"),
+        (lambda: activation_kernel("tanh", [[np.nan]]), "gram must be finite"),
+        (lambda: RandomLinear(4, -1.0), "std must not be negative, got -1"),
+        (lambda: RandomLinear(0, 1.0), "inputs must be a whole number of at least 1, got 0"),
+        (lambda: transformer(softcap=0.0), "softcap must be one positive number"),
+        (lambda: token_gram(np.eye(3), np.nan), "std must be"),
     ],
 )
 def test_what_is_no_transformer_is_refused_in_one_sentence(call, words):

@@ -156,6 +156,10 @@ def test_tokens_that_are_one_and_the_same_have_one_output():
         (lambda: layer(1).output_covariance(processes()["walk"], (1, 8)), "must be a position from -8 to 7, got 8"),
         (lambda: layer(1).output_covariance(processes()["walk"], (1,)), "queries must be two positions, got (1,)"),
         (lambda: layer(1).output_covariance(processes()["walk"], 3), "queries must be two positions, got 3"),
+        (lambda: layer(1).closure(processes()["walk"], covariance=np.zeros((6, 6))), "the outputs do not vary"),
+        (lambda: layer(1).closure(processes()["walk"], skip=np.nan), "skip must be finite"),
+        (lambda: layer(1).outputs(np.zeros((5, 6))), "x must be sequences (N, T, 6), got shape (5, 6)"),
+        (lambda: AttentionLayer(*np.zeros((4, 0, 3, 3))), "at least one head"),
     ],
 )
 def test_what_is_no_layer_or_no_tokens_is_refused_in_one_sentence(call, words):

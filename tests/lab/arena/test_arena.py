@@ -506,6 +506,9 @@ def test_what_there_is_can_be_listed():
     done = CliRunner().invoke(app, ["arena", "--list"], env={"COLUMNS": "200"})
     assert done.exit_code == 0
     assert all(name in done.output for name in (*ARENAS, *CONTENDERS))
+    value = json.loads(CliRunner().invoke(app, ["arena", "--list", "--json", "-"]).stdout)
+    assert [one["arena"] for one in value["arenas"]] == list(ARENAS)
+    assert [one["contender"] for one in value["contenders"]] == list(CONTENDERS)
 
 
 @pytest.mark.parametrize(

@@ -408,6 +408,14 @@ def run(*arguments):
     return stopped.value.code
 
 
+def test_a_file_that_is_read_is_not_written(tmp_path, capsys):
+    path = bad(tmp_path, "log.jsonl", "{}")
+    for option in ("--out", "--json"):
+        assert run(path, option, path) == 2
+        assert "is read: give another file" in capsys.readouterr().err
+    assert path.read_bytes() == b"{}"
+
+
 def bad(folder, name, content):
     path = folder / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
