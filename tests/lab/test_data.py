@@ -409,7 +409,8 @@ def test_without_network_or_package_wikitext_2_asks_for_a_folder(
         load_corpus("wikitext-2")
     for module in ("huggingface_hub", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(LocaterError, match=f"from the hub: {module.split('.')[0]} is not installed{way_out}"):
+        package = f"{module.split('.')[0]} is not installed; it comes with the extra locater.hub."
+        with pytest.raises(LocaterError, match=f"from the hub: {package}{way_out}"):
             load_corpus("wikitext-2")
 
 
