@@ -30,7 +30,7 @@ def test_a_step_that_gives_weights_other_storage_is_bounded_just_as_well(monkeyp
     if not together:
         monkeypatch.setattr(decoupled, "stackable", lambda _: False)
     torch.manual_seed(0)
-    models = [build("llama")]
+    models = [build("llama").double()]
     models.append(copy.deepcopy(models[0]))
     for model, optimizer in zip(models, (SetsData, lambda p: torch.optim.SGD(p, lr=1.0)), strict=True):
         stepping = optimizer(model.parameters())
