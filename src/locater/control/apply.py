@@ -307,7 +307,10 @@ class _Attachment(LocAteRForm):
 
     def _refuse_repeat(self, entry: _Entry, optimizer: Optimizer | None) -> None:
         other = entry.method
-        if not isinstance(other, _Attachment) or entry.optimizer is None or entry.optimizer() is not optimizer:
+        if not isinstance(other, _Attachment):
+            super()._refuse_repeat(entry, optimizer)
+            return
+        if entry.optimizer is None or entry.optimizer() is not optimizer:
             return
         mine, theirs = self._bound(), other._bound()
         if mine is not theirs and type(mine) is type(theirs):
