@@ -277,6 +277,18 @@ def test_one_locater_as_a_method_and_another_attached_do_not_act_on_one_model(fi
     put(second, attached[1])
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["optimizer", "list"])
+def test_a_model_whose_query_and_key_weights_are_frozen_is_refused_as_such(together):
+    """As under LoRA on other layers: there is no optimizer to attach to, and silence would look like protection."""
+    model = ready("gpt2")
+    optimizer = optimizer_of(model)
+    model.requires_grad_(False).lm_head.requires_grad_(True)
+    for reg in (DecoupledLocAteR(model), LocAteR(model, scale_strength=1e-4, mean_strength=1e-4)):
+        with pytest.raises(LocaterError, match=r"^all query and key weights of the model are frozen"):
+            reg.attach([optimizer] if together else optimizer)
+        assert not applied(model)
+
+
 def test_what_contradicts_an_attached_locater_is_refused():
     model = build("gpt2")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
