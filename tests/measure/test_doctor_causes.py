@@ -369,3 +369,18 @@ def bytes_only():
     made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(alphabet))}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return made
+
+
+# ---------------------------------------------------------------------- alarms of one step
+
+
+def test_of_alarms_at_one_step_the_module_that_runs_first_is_the_first(ids):
+    rows = [
+        {
+            "step": step, "module": f"model.layers.{layer}.self_attn", "layer": layer, "keys": 32,
+            "entropy_share": [0.9], "max_logit": [None if step == 2 and layer else 3.0], "rank_residual": 0.8,
+        }
+        for step in range(3) for layer in range(3)
+    ]  # fmt: skip
+    sentences = doctor(llama(), ids, log=pd.DataFrame(rows)).sentences()
+    assert "first in layer 1, head 0: at step 2" in sentences[0]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from locater.io import nulled
 from locater.measure._examination import Fault, block_of
-from locater.measure.alarms import Thresholds, alarms_of
+from locater.measure.alarms import Alarm, Thresholds, alarms_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -333,12 +333,14 @@ def no_variety(heads: pd.DataFrame, repeated: float) -> list[Finding]:
 
 def training(log: pd.DataFrame) -> list[Finding]:
     alarms = alarms_of(log)
-    by_module = {alarm.module: alarm for alarm in reversed(alarms)}  # the first of each
+    first: dict[str, Alarm] = {}  # of each module; of one step, in the order the modules run
+    for alarm in alarms:
+        first.setdefault(alarm.module, alarm)
     layers = {row["module"]: int(row["layer"]) for row in _rows(log) if isinstance(row.get("layer"), int)}
     return [
         Finding(
             TRAINING, alarm.module, layers.get(alarm.module, -1), () if alarm.head is None else (alarm.head,),
             f"at step {alarm.step}, {alarm.kind}: {alarm.reason}", True, 1 / (1 + n),  # the first is the worst
         )
-        for n, alarm in enumerate(sorted(by_module.values(), key=lambda alarm: alarm.step))
+        for n, alarm in enumerate(first.values())
     ]  # fmt: skip
