@@ -371,6 +371,19 @@ def bytes_only():
     return made
 
 
+# ---------------------------------------------------------------------- what is added after a norm
+
+
+def test_a_norm_after_attention_that_lets_nothing_through_makes_it_dead(ids):
+    torch.manual_seed(0)
+    sizes = {"num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 64, "initializer_range": 0.25}
+    model = tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**SMALL, **sizes, query_pre_attn_scalar=8)).eval()
+    assert doctor(model, ids).healthy
+    with torch.no_grad():
+        model.model.layers[1].post_attention_layernorm.weight.fill_(-1)  # the gain is 1 + this
+    assert found(doctor(model, ids)) == {(DEAD, 1, ())}
+
+
 # ---------------------------------------------------------------------- alarms of one step
 
 
