@@ -64,9 +64,9 @@ TREATMENTS = {
         "nothing",
     ),
     TOKENS: Treatment(
-        "lower the learning rate from the last good checkpoint, or bound every layer's weights",
-        'from locater.control import SigmaReparam; SigmaReparam("all").apply(model, optimizer)',
-        "half as much time again for an update, nothing at inference",
+        "lower the learning rate from the last good checkpoint on, before a scheduler is made",
+        'for group in optimizer.param_groups: group["lr"] /= 3',
+        "slower learning",
     ),
     DEAD: Treatment(
         "look which of its weights are zero; a layer that adds nothing can be removed, or started anew",
@@ -91,6 +91,15 @@ _TOO_LARGE = Treatment(
     'print({n: float(p.detach().abs().max()) for n, p in model.named_parameters() if "MODULE" in f".{n}"})',
     "nothing",
 )
+# where LocAteR beside the optimizer does not bound the logits
+_PENALTY = Treatment(
+    "go back to a checkpoint from before, and train on with a penalty on the logits",
+    "from locater.control import ZLoss; ZLoss().apply(model, optimizer)",
+    "up to 71% more time for an update, nothing at inference",
+)
+_UNTRAINED = Treatment(
+    "look whether W_Q and W_K of these heads, or gains of norms, are near 0", TREATMENTS[DEAD].code, "nothing"
+)
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,7 @@ class Finding:
     place: str = ""  # in words, where the layer's number alone does not say it
     head: int | None = None  # of several heads the one that the evidence is of
     overflows: str = ""  # the type of number, where what is not finite does not come of the weights
+    bounded: bool = True  # whether LocAteR beside the optimizer bounds the module's logits
 
     @property
     def treatment(self) -> Treatment:
@@ -115,6 +125,8 @@ class Finding:
             found = _OVERFLOW
         elif self.overflows and self.kind == NOT_FINITE:
             found = _TOO_LARGE
+        elif not self.bounded:
+            found = {LOGITS: _PENALTY, TRAINING: _PENALTY, UNIFORM: _UNTRAINED}.get(self.kind, found)
         module = block_of(self.module) if self.kind == DEAD else self.module  # with a W_O that is outside
         # by the end of its name: with a head around it, the same model has names with more before them
         return Treatment(found.advice, found.code.replace("MODULE", f".{module}." if module else "."), found.cost)
