@@ -261,6 +261,14 @@ def test_the_alarms_of_a_log_are_told(minilm):
     assert "in layers.0.attn" in without.sentences()[0]
 
 
+def test_a_log_without_alarms_is_said_to_have_none(minilm):
+    model, batches = minilm
+    log = log_of_a_collapse()
+    diagnosis = doctor(model, batches, log=log[log["step"] < 2])
+    assert diagnosis.healthy
+    assert diagnosis.notes == ("The log's 2 steps raise no alarm.",)
+
+
 def test_a_few_sequences_make_nothing_sure(patient):
     model, batches = patient
     blow_up(model, 3, 7)

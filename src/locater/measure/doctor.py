@@ -21,6 +21,7 @@ scale of W_QK or the softmax law's entropy for logits, the latter for uniform he
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -157,7 +158,10 @@ def diagnose(examined: Examination, model: Any, *, log: pd.DataFrame | None = No
     if log is not None and log.empty:
         notes.append("The log has no whole line yet, and tells of no alarms.")
     elif log is not None:
-        findings += findings_of.training(log)
+        in_log = findings_of.training(log)
+        findings += in_log
+        if not in_log:
+            notes.append(f"The log's {log['step'].nunique():,} steps raise no alarm.")
     if not layers["sequences"].max() >= _FEW:
         findings = [replace(one, sure=one.sure and math.isinf(one.worst)) for one in findings]
     named, rank = findings_of.places(layers), {name: index for index, name in enumerate(layers["module"])}
@@ -180,8 +184,6 @@ def _layers(examined: Examination, heads: pd.DataFrame) -> pd.DataFrame:
 
 def _with_weights(heads: pd.DataFrame, model: Any) -> tuple[pd.DataFrame, list[str]]:
     """With scale of W_QK, and law_share: the entropy that the softmax law expects of such weights, over ln T."""
-    import warnings
-
     tokens = _tokens(heads)
     try:
         with warnings.catch_warnings():
@@ -199,8 +201,6 @@ def _bounded(model: Any, heads: pd.DataFrame) -> dict[str, bool]:
 
     It writes W_Q and W_K, which have to be read and be parameters themselves; norms of queries and keys undo that.
     """
-    import warnings
-
     taken = True
     if isinstance(model, nn.Module):
         try:
