@@ -237,6 +237,20 @@ def test_the_table_of_docs_cause_is_that_of_the_results():
         assert both[name].measured.lstrip("−") in page
 
 
+def test_what_docs_cause_says_of_where_attention_breaks_is_of_all_seeds():
+    folders = [ROOT / "results" / f"cause-laptop-rotary-3e-2{more}" for more in ("", "-seeds-10-14")]
+    page = (ROOT / "docs" / "cause.md").read_text()
+    told = {
+        "LocAteR's gain", "LocAteR's entropy by temperature alone", "LocAteR with the entropy of no LocAteR",
+        "what LocAteR adds to its entropy", "what LocAteR's direction adds to its size", "the sign of the trace",
+        "noise with the entropy of no LocAteR",
+    }  # fmt: skip
+    found = {each.name: each for each in effects(folders).effects}
+    for name in told:
+        assert f"{100 * abs(found[name].change):.1f}% ± {100 * found[name].half_width:.1f}" in page, name
+    assert {found[f"trace held at {level}"].verdict for level in (0, 1, 4)} == {"no effect seen"}
+
+
 @pytest.mark.parametrize(
     ("name", "more", "seeds", "rate"),
     [
