@@ -1,7 +1,7 @@
 """The pictures of docs/images that the package draws: python docs/_site/pictures.py
 
 spectra, regimes and figure-3 to -7 are those of `locater figure`, collapse.png is made by the code of docs/tutorial.md,
-arena-pre and arena-laptop are drawn from results/ as `locater arena` draws them.
+arena-pre and arena-laptop are drawn from results/ as `locater arena` draws them, cause as `locater claims --plot`.
 All are brought down to 256 colours, which a plot does not exceed by much; with the names of PNG files, only that is
 done to them.
 """
@@ -16,9 +16,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from locater.figures import draw, draw_arena
+from locater.figures import draw, draw_arena, draw_effects
 from locater.lab.arena import ARENAS as KNOWN_ARENAS
 from locater.lab.arena import read_arena
+from locater.lab.claims import effects
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "docs" / "images"
@@ -27,6 +28,7 @@ FIGURES: dict[int | str, Path | None] = {
     "spectra": None, "regimes": None, 3: None, 4: None, 5: None, 6: RUNS, 7: RUNS,
 }  # fmt: skip
 ARENAS = ("pre", "laptop")
+CAUSE = [ROOT / "results" / f"cause-laptop-rotary-3e-2{more}" for more in ("", "-seeds-10-14")]
 
 
 def main() -> None:
@@ -34,7 +36,7 @@ def main() -> None:
         folder = Path(name)
         drawn = [draw(which, folder, runs=runs)[0] for which, runs in FIGURES.items()]
         tutorial(folder)
-        for picture in (*drawn, *arenas(folder), folder / "collapse.png"):
+        for picture in (*drawn, *arenas(folder), cause(folder), folder / "collapse.png"):
             shrink(picture, IMAGES / picture.name)
 
 
@@ -45,6 +47,12 @@ def arenas(folder: Path) -> list[Path]:
         picture = draw_arena(models, arena.about, arena.config.unit, folder)[0]
         made.append(picture.rename(folder / f"arena-{name}.png"))
     return made
+
+
+def cause(folder: Path) -> Path:
+    return draw_effects(
+        effects(CAUSE), "two Pre-LN layers at a rate where attention breaks; ten seeds", folder / "cause.png"
+    )
 
 
 def tutorial(folder: Path) -> None:

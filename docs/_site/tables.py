@@ -57,14 +57,14 @@ def stacked() -> list[str]:
     return lines
 
 
-def cause() -> list[str]:
-    """A row a comparison: the sweep as it was planned, and its repetition with other seeds."""
-    first, again = (effects(RESULTS / f"cause-laptop{more}").effects for more in ("", "-seeds-5-14"))
-    head = ["comparison", "condition", "against", "seeds 0 to 4", "verdict", "seeds 5 to 14", "verdict"]
+def cause(folders: dict[str, str]) -> list[str]:
+    """A row a comparison; of sweeps with the same plan two columns each, under what distinguishes them."""
+    found = [effects(RESULTS / folder).effects for folder in folders.values()]
+    head = ["comparison", "condition", "against", *(word for title in folders for word in (title, "verdict"))]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for one, other in zip(first, again, strict=True):
-        seen = one.measured, one.verdict, other.measured, other.verdict
-        lines.append("| " + " | ".join([one.name, f"`{one.condition}`", f"`{one.reference}`", *seen]) + " |")
+    for row in zip(*found, strict=True):
+        seen = (word for one in row for word in (one.measured, one.verdict))
+        lines.append("| " + " | ".join([row[0].name, f"`{row[0].condition}`", f"`{row[0].reference}`", *seen]) + " |")
     return lines
 
 
@@ -72,7 +72,14 @@ def pages() -> dict[str, list[list[str]]]:
     """Of each page its tables."""
     tuned = [finetune_smollm2.table(RESULTS / name) for name in ("finetune-smollm2", "finetune-smollm2-lora")]
     arenas = [stacked(), *(arena_llama.table(RESULTS / name) for name in ("arena-llama", "arena-llama-small"))]
-    return {"arena.md": arenas, "locater.md": tuned, "cause.md": [cause()]}
+    causes = [
+        cause({"seeds 0 to 4": "cause-laptop", "seeds 5 to 14": "cause-laptop-seeds-5-14"}),
+        cause({
+            "rate 0.01": "cause-laptop-rotary", "rate 0.03": "cause-laptop-rotary-3e-2",
+            "rate 0.03, seeds 10 to 14": "cause-laptop-rotary-3e-2-seeds-10-14",
+        }),
+    ]  # fmt: skip
+    return {"arena.md": arenas, "locater.md": tuned, "cause.md": causes}
 
 
 def main() -> None:

@@ -106,6 +106,16 @@ def test_a_branch_with_a_norm_behind_it_is_made_smaller_by_that(here, tmp_path):
     assert "The gains of the norms behind attention and MLP times" in said
 
 
+def test_gemma_s_norms_whose_weights_start_at_zero_have_gains_of_one_more(here, tmp_path):
+    """A factor on these weights would change nothing."""
+    config = SMALL | {"model_type": "gemma3_text", "num_hidden_layers": 2, "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = " ".join(here("config.json", "--branch", "30", "--similarity", "0.8", "--tokens", "16").stdout.split())
+    assert "The gains (1 + weight) of the norms behind attention and MLP times" in said
+    said = " ".join(here("config.json", "--gain", "0.1", "--tokens", "16").stdout.split())
+    assert "the gains (1 + weight) of the query and key norms each times" in said
+
+
 def test_the_diagram_is_drawn_and_written(here, tmp_path):
     for name in ("diagram.png", "diagram.svg"):
         done = here("config.json", "--tokens", "16", "--plot", name, "--json", "out.json")

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from io import StringIO
+from xml.etree import ElementTree
 
 import pytest
 from corpora import write_corpus
@@ -80,6 +81,8 @@ def test_seeds_trained_later_are_judged_and_drawn_with_the_first(tmp_path, text)
     assert written["runs"] == ["a", "b"]
     assert {claim["evidence"].get("seeds", 3) for claim in written["claims"]} == {3}
     assert "(3 seeds)" in (tmp_path / "claims.md").read_text()
+    refused = run("claims", "a", "b", "--plot", "effects.png", cwd=tmp_path, status=2)
+    assert "--plot draws planned comparisons" in refused.stderr
     run("report", "claims.json", cwd=tmp_path)
     assert "claims: a and b" in (tmp_path / "report.html").read_text()
     run("figure", 6, "--runs", "a", "--runs", "b", "--out", "pictures", cwd=tmp_path)
@@ -183,12 +186,22 @@ def test_a_planned_sweep_prints_its_comparisons(tmp_path, text):
     small = ["--set", "width=16", "--set", "ffn=16", "--set", "batch=2", "--set", "record_every=2", "--set"]
     options = ["--data", text, "--steps", 2, "--seeds", "0,1", *small, "valid_blocks=2", "--set", "probe_blocks=2"]
     run("sweep", "cause-laptop", *options, "--out", "cause", "--json", "-", cwd=tmp_path)
-    done = run("claims", "cause", "--json", "claims.json", "--markdown", "claims.md", cwd=tmp_path)
+    done = run(
+        "claims", "cause", "--json", "claims.json", "--markdown", "claims.md", "--plot", "effects.svg", cwd=tmp_path
+    )
     found = json.loads((tmp_path / "claims.json").read_text())
+    assert {each["name"] for each in found["effects"]} <= texts_of(tmp_path / "effects.svg")
     assert found["effects"][0]["name"] == "LocAteR's gain"
     # two of the five seeds that are planned
     assert all(each["seeds"] == 2 and each["verdict"] == "cannot tell" for each in found["effects"])
     assert "paired by seed" in done.stdout  # a narrow terminal breaks longer lines
     assert "| `locaters-entropy` | `none` |" in (tmp_path / "claims.md").read_text()
-    refused = run("claims", "cause", "--seeds-from", "cause", cwd=tmp_path, status=2)
-    assert "--seeds-from is for the paper's claims" in refused.stderr
+    for options, says in (
+        (["--seeds-from", "cause"], "--seeds-from is for the paper's claims"),
+        (["--plot", "effects.pdf"], "a picture is a .png or an .svg file, got effects.pdf"),
+    ):
+        assert says in run("claims", "cause", *options, cwd=tmp_path, status=2).stderr
+
+
+def texts_of(svg):
+    return {"".join(each.itertext()) for each in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}text")}

@@ -16,7 +16,18 @@ from torch import nn
 from zoo import FAMILIES, build
 
 from locater import LocAteR, LocaterError
-from locater.control import DecoupledLocAteR, QKClip, QKDecay, QKNorm, SigmaReparam, Softcap, ZLoss, applied
+from locater.control import (
+    DecoupledLocAteR,
+    DecoupledLocAteRMethod,
+    LocAteRMethod,
+    QKClip,
+    QKDecay,
+    QKNorm,
+    SigmaReparam,
+    Softcap,
+    ZLoss,
+    applied,
+)
 
 NORMALISED = {"QK-clip", "QK-norm", "σReparam"}
 REFUSALS = {
@@ -245,6 +256,37 @@ def test_a_second_locater_on_one_optimizer_is_refused_and_one_on_another_is_not(
     reg.detach()
     again.attach(first)
     assert [method.name for method in applied(model)] == ["LocAteR"]
+
+
+@pytest.mark.parametrize("first", [LocAteRMethod(scale_strength=1e-4, mean_strength=1e-4), DecoupledLocAteRMethod()])
+@pytest.mark.parametrize("second", [LocAteRMethod(scale_strength=1e-4, mean_strength=1e-4), DecoupledLocAteRMethod()])
+@pytest.mark.parametrize("attached", [(False, True), (True, False)], ids=["attach last", "attach first"])
+def test_one_locater_as_a_method_and_another_attached_do_not_act_on_one_model(first, second, attached):
+    """Its penalty would count twice."""
+    model = build("gpt2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def put(method, attach):
+        kind = DecoupledLocAteR if isinstance(method, DecoupledLocAteRMethod) else LocAteR
+        return kind(model, **method.settings).attach(optimizer) if attach else method.apply(model, optimizer)
+
+    kept = put(first, attached[0])
+    with pytest.raises(LocaterError, match=r"LocAteR is applied to this model already; remove\(\) that first"):
+        put(second, attached[1])
+    (kept.detach if attached[0] else kept.remove)()
+    put(second, attached[1])
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["optimizer", "list"])
+def test_a_model_whose_query_and_key_weights_are_frozen_is_refused_as_such(together):
+    """As under LoRA on other layers: there is no optimizer to attach to, and silence would look like protection."""
+    model = ready("gpt2")
+    optimizer = optimizer_of(model)
+    model.requires_grad_(False).lm_head.requires_grad_(True)
+    for reg in (DecoupledLocAteR(model), LocAteR(model, scale_strength=1e-4, mean_strength=1e-4)):
+        with pytest.raises(LocaterError, match=r"^all query and key weights of the model are frozen"):
+            reg.attach([optimizer] if together else optimizer)
+        assert not applied(model)
 
 
 def test_what_contradicts_an_attached_locater_is_refused():

@@ -183,7 +183,7 @@ def test_collapsed_tokens_are_found_from_where_they_are(patient):
     kinds = {(one.kind, one.layer) for one in diagnosis.findings}
     assert (TOKENS, 3) in kinds
     assert not {layer for kind, layer in kinds if kind == TOKENS} & {0, 1, 2}
-    assert "SigmaReparam" in next(one for one in diagnosis.sentences() if one.startswith("Tokens alike"))
+    assert "optimizer.param_groups" in next(one for one in diagnosis.sentences() if one.startswith("Tokens alike"))
 
 
 def test_w_o_outside_of_the_attention_module_is_looked_at(patient):
@@ -261,6 +261,14 @@ def test_the_alarms_of_a_log_are_told(minilm):
     assert "in layers.0.attn" in without.sentences()[0]
 
 
+def test_a_log_without_alarms_is_said_to_have_none(minilm):
+    model, batches = minilm
+    log = log_of_a_collapse()
+    diagnosis = doctor(model, batches, log=log[log["step"] < 2])
+    assert diagnosis.healthy
+    assert diagnosis.notes == ("The log's 2 steps raise no alarm.",)
+
+
 def test_a_few_sequences_make_nothing_sure(patient):
     model, batches = patient
     blow_up(model, 3, 7)
@@ -318,11 +326,12 @@ def sick_folder(tmp_path_factory):
 def test_the_command_says_it_and_writes_a_page(sick_folder, words, tmp_path):
     page, numbers = tmp_path / "page.html", tmp_path / "doctor.json"
     options = ["--text", str(words), "--length", "64", "--out", str(page), "--json", str(numbers)]
-    done = CliRunner().invoke(app, ["doctor", str(sick_folder), *options])
+    done = CliRunner().invoke(app, ["doctor", str(sick_folder), *options], env={"COLUMNS": "60"})
     assert done.exit_code == 0, done.output
     assert "Blown-up logits (sure) in layer 1, head 2" in done.output
     value = json.loads(numbers.read_text())
     assert not value["healthy"]
+    assert value["sentences"][0] in done.output.splitlines()  # not folded: the line of code can be copied
     assert [(one["kind"], one["layer"], one["heads"]) for one in value["findings"]] == [(LOGITS, 1, [2])]
     assert "DecoupledLocAteR" in page.read_text()
     again = report([numbers])  # and it is shown from the file, too

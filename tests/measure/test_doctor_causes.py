@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from locater import doctor
 from locater.cli import app
-from locater.measure.doctor import DEAD, LOGITS, NOT_FINITE, TEXT, TRAINING
+from locater.measure.doctor import DEAD, LOGITS, NOT_FINITE, TEXT, TOKENS, TRAINING
 from locater.models import attentions
 
 WORDS = 64
@@ -369,3 +369,92 @@ def bytes_only():
     made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(alphabet))}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return made
+
+
+# ---------------------------------------------------------------------- advice that the model takes
+
+
+def qwen3():
+    torch.manual_seed(0)
+    sizes = {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64, "initializer_range": 0.25}
+    model = tf.Qwen3ForCausalLM(tf.Qwen3Config(**SMALL, **sizes)).eval()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_norm.weight *= 500
+    return model
+
+
+def deepseek():
+    torch.manual_seed(0)
+    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+    config = tf.DeepseekV3Config(**SMALL, **sizes, **experts, intermediate_size=64, moe_intermediate_size=32)
+    model = tf.DeepseekV3ForCausalLM(config).eval()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_b_proj.weight *= 1e5
+    return model
+
+
+def deberta():
+    torch.manual_seed(0)
+    kinds = {"relative_attention": True, "position_buckets": 16, "pos_att_type": ["p2c", "c2p"]}
+    model = tf.DebertaV2Model(tf.DebertaV2Config(**SMALL, **kinds, intermediate_size=64, initializer_range=0.25)).eval()
+    with torch.no_grad():
+        model.encoder.layer[1].attention.self.query_proj.weight *= 1000
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("make", [qwen3, deepseek, deberta])
+def test_where_locater_bounds_no_logits_the_advice_is_what_the_model_takes(ids, make):
+    model = make()
+    (one,) = (one for one in doctor(model, ids).findings if one.kind == LOGITS)
+    assert one.layer == 1
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = doctor(model, ids).heads["max_logit"].max()
+    exec(one.treatment.code, {"model": model, "optimizer": optimizer})
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(input_ids=ids)[0].square().mean().backward()
+        optimizer.step()
+    assert doctor(model, ids).heads["max_logit"].max() < before
+
+
+def test_alike_tokens_and_large_logits_have_advice_that_goes_together(ids):
+    model = llama()
+    with torch.no_grad():
+        attentions(model)[0].query.weight[2] *= 100
+        model.model.layers[1].input_layernorm.weight.zero_()
+    findings = doctor(model, ids).findings
+    assert {one.kind for one in findings} == {LOGITS, TOKENS}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for one in findings:
+        exec(one.treatment.code, {"model": model, "optimizer": optimizer})
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+
+
+# ---------------------------------------------------------------------- what is added after a norm
+
+
+def test_a_norm_after_attention_that_lets_nothing_through_makes_it_dead(ids):
+    torch.manual_seed(0)
+    sizes = {"num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 64, "initializer_range": 0.25}
+    model = tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**SMALL, **sizes, query_pre_attn_scalar=8)).eval()
+    assert doctor(model, ids).healthy
+    with torch.no_grad():
+        model.model.layers[1].post_attention_layernorm.weight.fill_(-1)  # the gain is 1 + this
+    assert found(doctor(model, ids)) == {(DEAD, 1, ())}
+
+
+# ---------------------------------------------------------------------- alarms of one step
+
+
+def test_of_alarms_at_one_step_the_module_that_runs_first_is_the_first(ids):
+    rows = [
+        {
+            "step": step, "module": f"model.layers.{layer}.self_attn", "layer": layer, "keys": 32,
+            "entropy_share": [0.9], "max_logit": [None if step == 2 and layer else 3.0], "rank_residual": 0.8,
+        }
+        for step in range(3) for layer in range(3)
+    ]  # fmt: skip
+    sentences = doctor(llama(), ids, log=pd.DataFrame(rows)).sentences()
+    assert "first in layer 1, head 0: at step 2" in sentences[0]

@@ -37,6 +37,16 @@ def assert_same_table(a, b, tolerance=1e-5):
         np.testing.assert_allclose(a[name], b[name], rtol=tolerance, atol=tolerance, err_msg=name)
 
 
+def test_a_head_of_zeros_has_zeros_in_its_row():
+    model = build("llama")
+    with torch.no_grad():
+        attentions(model)[0].query.weight[0].zero_()
+    row = scan(model).iloc[0]
+    names = ["trace", "scale", "trace_square", "xi", "eta", "r", "eigenvalue_mean", "eigenvalue_variance"]
+    assert (row[names] == 0).all()
+    assert (row["attention_regime"], row["effective_rank"]) == ("uniform", 1)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "whisper"])
 def test_every_column_is_what_its_dense_definition_says(name):
     model = build(name).double()

@@ -26,6 +26,9 @@ def claims_command(
         typer.Option(metavar="DIR", help="A sweep of several seeds, for the spread where this one has a single seed."),
     ] = None,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table as Markdown.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the planned comparisons, .png or .svg.")
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Put the paper's claims to the test with the numbers of a sweep; or make the comparisons planned for it."""
@@ -34,8 +37,10 @@ def claims_command(
     if has_comparisons(runs):
         if seeds_from is not None:
             raise LocaterError("--seeds-from is for the paper's claims; planned comparisons take their own seeds")
-        _show_effects(runs, markdown, json_file)
+        _show_effects(runs, markdown, plot, json_file)
         return
+    if plot is not None:
+        raise LocaterError("--plot draws planned comparisons, which this sweep has none of; see locater figure 6 to 12")
     noise = None if seeds_from is None else seed_spread(seeds_from)
     found = claims(runs, noise=noise)
     if markdown is not None:
@@ -48,10 +53,13 @@ def claims_command(
         terminal.out().print(terminal.table(rows, ""))
 
 
-def _show_effects(runs: list[Path], markdown: Path | None, json_file: str | None) -> None:
+def _show_effects(runs: list[Path], markdown: Path | None, plot: Path | None, json_file: str | None) -> None:
+    from locater.figures import draw_effects
     from locater.lab.claims import effects, effects_markdown
 
     found = effects(runs)
+    if plot is not None:
+        draw_effects(found, ", ".join(folder.resolve().name for folder in runs), plot)
     if markdown is not None:
         write_file(markdown, effects_markdown(runs).encode())
     if json_file is not None:

@@ -55,5 +55,5 @@ def doctor_command(
     if json_file != "-":
         console = terminal.out()
         for sentence in (*diagnosis.sentences(), *diagnosis.notes):
-            console.print(sentence, highlight=False, markup=False)
-        console.print(str(out), highlight=False, markup=False)
+            console.print(sentence, highlight=False, markup=False, soft_wrap=True)  # code is not folded
+        console.print(str(out), highlight=False, markup=False, soft_wrap=True)

@@ -41,7 +41,9 @@ def init_command(
     gain: Annotated[
         float, typer.Option(help="On the logits: W_Q and W_K (or the gains of their norms) times its root.")
     ] = 1.0,
-    branch: Annotated[float, typer.Option(help="On W_O and the MLP's last matrix.")] = 1.0,
+    branch: Annotated[
+        float, typer.Option(help="On W_O and the MLP's last matrix (or the gains of norms behind them).")
+    ] = 1.0,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -128,13 +130,14 @@ def sentences(found: Trainability, made: Initial) -> list[str]:
 
 def _remedies(found: Trainability, made: Initial) -> list[str]:
     normed = made.transformer.attention.qk_norm_eps is not None
-    what = "the gains of the query and key norms" if normed else "W_Q and W_K"
+    gains = "gains (1 + weight)" if made.family.startswith("gemma") else "gains"  # its weights start at zero
+    what = f"the {gains} of the query and key norms" if normed else "W_Q and W_K"
     said, branch, gain = [], found.branch, found.gain
     if branch is not None and math.isnan(branch):
         said.append("No residual scale keeps tokens different.")
     elif branch is not None:
         behind = made.transformer.norm in ("sandwich", "output")
-        last = "The gains of the norms behind attention and MLP" if behind else "W_O and the MLP's last matrix"
+        last = f"The {gains} of the norms behind attention and MLP" if behind else "W_O and the MLP's last matrix"
         said.append(f"{last} times {branch:.3g} keep tokens different.")
     if found.depth and not made.smaller_by_depth:
         said.append(

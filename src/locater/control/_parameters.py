@@ -94,6 +94,14 @@ def held_by(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
+def refuse_frozen(tensors: Sequence[Tensor]) -> None:
+    """`tensors` are the query and key weights of a model; no optimizer trains them if all are frozen."""
+    if not any(tensor.requires_grad for tensor in tensors):
+        raise LocaterError(
+            "all query and key weights of the model are frozen, and LocAteR acts on those that are trained"
+        )
+
+
 class HeldBy:
     """Which group of an optimizer holds a parameter, also of groups that are added later. Called, whether one does."""
 
@@ -101,6 +109,7 @@ class HeldBy:
         """`tensors` are the query and key weights, one of which it must train."""
         self.optimizer = optimizer
         self._known: tuple[int, dict[int, int]] = (-1, {})
+        refuse_frozen(tensors)
         if not any(self(tensor) for tensor in tensors if tensor.requires_grad):
             raise LocaterError(
                 f"this {type(optimizer).__name__} holds none of the query and key weights of the model; "

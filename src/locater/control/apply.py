@@ -22,7 +22,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from locater.control._groups import Groups
-from locater.control._parameters import HeldBy, attentions_with_weights, held_by, projections, unwrapped
+from locater.control._parameters import (
+    HeldBy,
+    attentions_with_weights,
+    held_by,
+    projections,
+    refuse_frozen,
+    unwrapped,
+)
 from locater.control._steps import Clock, Schedule
 from locater.errors import LocaterError
 from locater.hooks import make_hooks_noticed
@@ -222,6 +229,7 @@ class Regulariser(ABC):
 
     def _training(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Those of the optimizers that train query and key weights: together all that are trained, each by one."""
+        refuse_frozen(self._tensors)
         holders = {id(one): held_by(one) for one in map(unwrapped, optimizers)}
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         for tensor in self._tensors:
@@ -307,7 +315,10 @@ class _Attachment(LocAteRForm):
 
     def _refuse_repeat(self, entry: _Entry, optimizer: Optimizer | None) -> None:
         other = entry.method
-        if not isinstance(other, _Attachment) or entry.optimizer is None or entry.optimizer() is not optimizer:
+        if not isinstance(other, _Attachment):
+            super()._refuse_repeat(entry, optimizer)
+            return
+        if entry.optimizer is None or entry.optimizer() is not optimizer:
             return
         mine, theirs = self._bound(), other._bound()
         if mine is not theirs and type(mine) is type(theirs):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from locater.figures._paper import Drawing, Progress
+    from locater.lab.claims import Effects
     from locater.lab.claims.series import Folders
     from locater.measure import Prediction
     from locater.measure.reading import Reading
@@ -30,6 +31,7 @@ __all__ = [
     "OF_SOFTMAX",
     "draw",
     "draw_arena",
+    "draw_effects",
     "draw_initial",
     "draw_measure",
     "draw_predicted",
@@ -122,12 +124,23 @@ def draw_initial(found: TrainabilityMap, title: str, file: str | Path) -> Path:
     """Writes the trainability diagram into a `file`, .png or .svg."""
     from locater.figures import _initial
 
+    return _write_one(file, lambda: _initial.diagram(found, title))
+
+
+def draw_effects(found: Effects, title: str, file: str | Path) -> Path:
+    """Writes the planned comparisons of a sweep, with their intervals, into a `file`, .png or .svg."""
+    from locater.figures import _effects
+
+    return _write_one(file, lambda: _effects.intervals(found, title))
+
+
+def _write_one(file: str | Path, draw: Callable[[], Drawing]) -> Path:
     path = Path(file)
     kind = path.suffix.lower().removeprefix(".")
     if kind not in ("png", "svg"):
         raise LocaterError(f"a picture is a .png or an .svg file, got {path.name}")
     with style():
-        return write_file(path, pictures(_initial.diagram(found, title).figure)[kind])
+        return write_file(path, pictures(draw().figure)[kind])
 
 
 def draw_predicted(predictions: Sequence[Prediction], title: str, out: str | Path) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from locater.errors import LocaterError
+from locater.lab.arena import ARENAS
 from locater.lab.cause import Design, design
 from locater.lab.config import PAPER_KAPPAS, Config, ModelConfig
 
@@ -104,6 +105,15 @@ PRESETS: dict[str, Preset] = {
         learning_rate=2e-3,
         design=design(entropies=(1.5, 2.0, 2.5, 3.0), traces=(0.0, 1.0, 4.0), scales=(6.0, 12.0, 24.0), thorough=False),
         seeds=_FIVE,
+    ),
+    # the best rate without LocAteR, and levels between those of models with and without it, in
+    # results/arena-laptop-rotary, whose seeds are others
+    "cause-laptop-rotary": Preset(
+        "the same in a Pre-LN decoder: two layers, rotary positions, bytes of the embedded corpus",
+        ARENAS["laptop"].config.changed(positions="rotary"),
+        learning_rate=1e-2,
+        design=design(entropies=(0.5, 1.0, 2.0, 3.0), traces=(0.0, 1.0, 4.0), scales=(1.0, 4.0, 32.0), layers=2),
+        seeds=(5, 6, 7, 8, 9),
     ),
 }
 

@@ -39,7 +39,7 @@ class Examination:
 
     seen: Observation
     # by attention module, in the order they ran: standard deviation over tokens of what its branch puts out (after W_O,
-    # also where another module has it), over that of what enters
+    # also where another module has it, and the norm of some models after it), over that of what enters
     output: dict[str, float]
     not_finite: Fault | None = None
     # share of the commonest token in the median sequence, its first and last and padding left out; NaN if not known
@@ -151,7 +151,7 @@ class _Outputs:
                 self._look_for_fault(name, module, args or tuple(kwargs.values()), out)
             if id(module) in self._sites:
                 self._attention_left(self._sites[id(module)], hidden_states(module, args, kwargs), out)
-            elif self._is_w_o(name, module, args):
+            elif self._is_in_branch(name, module, args):
                 self._branch = out
 
         return hook
@@ -174,12 +174,18 @@ class _Outputs:
             follows = finite and not given_finite
             self.not_finite = (self._below if follows else None) or fault
 
-    def _is_w_o(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> bool:
-        """Whether it is the W_O of the attention that ran last: given its very output, and beside it in one block."""
-        if self._left is None or not args or args[0] is not self._left[1]:
-            return False
+    def _is_in_branch(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> bool:
+        """Whether it goes on with what the attention that ran last put out, before that is added.
+
+        It is W_O, given the very output and beside it in one block, or a norm after that (Gemma 2, OLMo 2).
+        """
         weight = getattr(module, "weight", None)
-        return isinstance(weight, Tensor) and weight.ndim == 2 and name.startswith(f"{block_of(self._left[0])}.")
+        if self._left is None or not args or not isinstance(weight, Tensor):
+            return False
+        if weight.ndim == 1:
+            return args[0] is self._branch
+        beside = weight.ndim == 2 and name.startswith(f"{block_of(self._left[0])}.")
+        return beside and args[0] is self._left[1]
 
     def _attention_left(self, name: str, entered: list[Tensor], out: Tensor) -> None:
         self._flush()

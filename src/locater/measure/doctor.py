@@ -21,6 +21,7 @@ scale of W_QK or the softmax law's entropy for logits, the latter for uniform he
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,7 +47,7 @@ from locater.measure._findings import (
     Finding,
     Treatment,
 )
-from locater.models import scan
+from locater.models import attentions, scan
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -157,11 +158,17 @@ def diagnose(examined: Examination, model: Any, *, log: pd.DataFrame | None = No
     if log is not None and log.empty:
         notes.append("The log has no whole line yet, and tells of no alarms.")
     elif log is not None:
-        findings += findings_of.training(log)
+        in_log = findings_of.training(log)
+        findings += in_log
+        if not in_log:
+            notes.append(f"The log's {log['step'].nunique():,} steps raise no alarm.")
     if not layers["sequences"].max() >= _FEW:
         findings = [replace(one, sure=one.sure and math.isinf(one.worst)) for one in findings]
     named, rank = findings_of.places(layers), {name: index for index, name in enumerate(layers["module"])}
     findings = [replace(one, place=one.place or named.get(one.module, "")) for one in findings]
+    if findings:
+        bounded = _bounded(model, heads)
+        findings = [replace(one, bounded=bounded.get(one.module, True)) for one in findings]
     findings.sort(key=lambda one: (ORDER.index(one.kind), rank.get(one.module, len(rank))))
     return Diagnosis(tuple(findings), heads, layers, tuple(notes))
 
@@ -177,8 +184,6 @@ def _layers(examined: Examination, heads: pd.DataFrame) -> pd.DataFrame:
 
 def _with_weights(heads: pd.DataFrame, model: Any) -> tuple[pd.DataFrame, list[str]]:
     """With scale of W_QK, and law_share: the entropy that the softmax law expects of such weights, over ln T."""
-    import warnings
-
     tokens = _tokens(heads)
     try:
         with warnings.catch_warnings():
@@ -189,6 +194,24 @@ def _with_weights(heads: pd.DataFrame, model: Any) -> tuple[pd.DataFrame, list[s
         return heads.assign(**missing), [f"The weights were not read: {reason(error)}"]
     weights = weights.assign(law_share=weights["attention_entropy"] / math.log(tokens))
     return heads.merge(weights[["module", "head", *_OF_WEIGHTS]], on=["module", "head"], how="left"), []
+
+
+def _bounded(model: Any, heads: pd.DataFrame) -> dict[str, bool]:
+    """By module, whether LocAteR beside the optimizer bounds its logits.
+
+    It writes W_Q and W_K, which have to be read and be parameters themselves; norms of queries and keys undo that.
+    """
+    taken = True
+    if isinstance(model, nn.Module):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what is not read is left alone
+                parts = [part for one in attentions(model) for part in (one.query, one.key)]
+            taken = all(part is not None and (part.others or not part.computed) for part in parts)
+        except LocaterError:
+            taken = False
+    normed = set(heads["module"][heads["qk_norm"].eq(True)])
+    return {str(name): taken and name not in normed for name in heads["module"]}
 
 
 def _tokens(heads: pd.DataFrame) -> int:

@@ -138,6 +138,25 @@ def test_no_w_q_and_w_k_of_the_trace_are_closer():
             assert (distance(other) > distance(new)).all()
 
 
+@pytest.mark.parametrize(("width", "head"), [(64, 64), (8, 2)])
+@pytest.mark.parametrize("far", [1.0, 3.0, 30.0, 100.0, 1e6])
+def test_a_trace_far_from_where_it_began_is_reached(width, head, far):
+    """So many times ‖W_Q‖², of 100 pairs drawn at random; 1e-12 is what rounding leaves of the terms' difference."""
+    torch.manual_seed(0)
+    old = QK(*torch.randn(2, 100, head, width, dtype=torch.float64) / width**0.5)
+    for trace in (far * head, -far * head):
+        held = torch.full((100,), trace, dtype=torch.float64)
+        torch.testing.assert_close(with_trace(old, held).trace(), held, rtol=1e-11, atol=0)
+
+
+def test_a_trace_that_is_there_changes_nothing():
+    same = torch.eye(3)[None]
+    for w_k in (same, -same):  # one of two terms is zero
+        found = with_trace(QK(same, w_k), torch.einsum("nij,nij->n", same, w_k))
+        assert torch.equal(found.w_q, same)
+        assert torch.equal(found.w_k, w_k)
+
+
 def test_the_temperature_is_a_constant_to_the_gradient(corpus):
     """The gradient is that of a model whose queries are larger by the factor, which nothing holds."""
     config = replace(CONFIG.changed(dropout=0.0), precision="fp64")

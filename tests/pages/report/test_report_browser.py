@@ -178,6 +178,19 @@ def test_a_click_on_a_map_shows_the_eigenvalues_of_that_head(opened):
         assert page.locator("select").nth(0).evaluate("(box) => box.selectedOptions[0].text") == str(module)
 
 
+def test_a_map_over_many_powers_of_ten_is_drawn(watched_page, tmp_path):
+    """As of a head whose weights are nearly zero."""
+    scan = json.loads(write_scan(tmp_path / "scan.json").read_text())
+    for row, eta in zip(scan["heads"], (0.0, 1e-9, 1e9), strict=False):
+        row["eta"] = eta
+    (tmp_path / "scan.json").write_text(json.dumps(scan))
+    with watched_page(report([tmp_path / "scan.json"]).write(tmp_path / "scan.html")) as page:
+        page.wait_for_function("() => document.querySelectorAll('.main-svg').length > 6")
+        assert page.get_by_text("cannot be drawn").count() == 0
+        ticks = page.evaluate(f"() => ({FIGURE})('η').data[0].colorbar.ticktext")
+        assert ticks == [f"10<sup>{power}</sup>".replace("-", "−") for power in (-9, -6, -3, 0, 3, 6, 9)]
+
+
 def test_no_button_of_a_plot_sends_it_anywhere(opened):
     """plotly's own would upload the data to its cloud."""
     titles = opened("scan").eval_on_selector_all(".modebar [data-title]", "all => all.map((one) => one.dataset.title)")

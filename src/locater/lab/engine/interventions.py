@@ -255,7 +255,11 @@ def with_trace(qk: QK, trace: Tensor) -> QK:
         right, left = 1 - mu, 1 + mu
         return plus / right**2 - minus / left**2 - trace, 2 * (plus / right**3 + minus / left**3)
 
-    mu = _root(excess, torch.zeros_like(plus), 1.0)[..., None, None]
+    # where the larger term alone has about this trace: from 0, so few steps would not reach a far one
+    above = 1 - (plus / (trace + minus).clamp_min(plus)).sqrt()
+    below = (minus / (plus - trace).clamp_min(minus)).sqrt() - 1
+    start = torch.where(trace > plus - minus, above, below).nan_to_num(0.0)  # 0/0: there is nothing to change
+    mu = _root(excess, start, 1.0)[..., None, None]
     whole = 1 - mu.square()
     return QK(((w_q + mu * w_k) / whole).to(qk.w_q.dtype), ((w_k + mu * w_q) / whole).to(qk.w_k.dtype))
 

@@ -31,7 +31,7 @@ function shown(value, digits = 4) {
   const size = Math.abs(value);
   const text =
     size >= 1e6 || size < 1e-4
-      ? value.toExponential(digits - 2)
+      ? value.toExponential(Math.max(0, digits - 2))
       : Number.isInteger(value)
         ? value.toLocaleString("en-US")
         : value.toPrecision(digits).includes("e")

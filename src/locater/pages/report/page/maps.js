@@ -154,17 +154,22 @@ function headMap(section, label, values, look, chosen) {
   return figure;
 }
 
-/** Ticks of a colour bar whose values are logarithms: at 1, 2 and 5, or at powers of ten where those are many; at the
- *  ends and the middle where they are too few. */
+/** Ticks of a colour bar whose values are logarithms: at 1, 2 and 5, or at powers of ten where those are many, or at
+ *  some of these where they are; at the ends and the middle where they are too few. */
 function logTicks(logs) {
   const [low, high] = extent(logs);
-  const steps = high - low > 2.5 ? [1] : high - low > 1.2 ? [1, 3] : [1, 2, 5];
-  const values = range(40)
-    .flatMap((k) => steps.map((step) => step * 10 ** (k - 20)))
-    .filter((value) => Math.log10(value) >= low && Math.log10(value) <= high);
-  const text = (value) => shown(value, 1).replace(/^1\.?e\+?(.*)$/, "10<sup>$1</sup>");
-  if (values.length > 1) return { tickvals: values.map(Math.log10), ticktext: values.map(text) };
   if (!(low <= high)) return {};
+  const steps = high - low > 2.5 ? [1] : high - low > 1.2 ? [1, 3] : [1, 2, 5];
+  const every = Math.ceil((high - low) / 8) || 1;
+  const powers = range(Math.floor(high) - Math.floor(low) + 1).map((k) => k + Math.floor(low));
+  const values = powers
+    .filter((power) => power % every === 0)
+    .flatMap((power) => steps.map((step) => step * 10 ** power))
+    .filter((value) => Math.log10(value) >= low && Math.log10(value) <= high);
+  const raised = (value) => `10<sup>${Math.round(Math.log10(value))}</sup>`.replace("-", "−");
+  const short = (value) => every === 1 && value >= 1e-4 && value < 1e6;
+  const text = (value) => (steps.length > 1 || short(value) ? shown(value, 1) : raised(value));
+  if (values.length > 1) return { tickvals: values.map(Math.log10), ticktext: values.map(text) };
   const few = [low, (low + high) / 2, high];
   return { tickvals: few, ticktext: few.map((log) => shown(10 ** log, 3)) };
 }
