@@ -52,10 +52,12 @@ class Size:
     train: int  # bytes of enwik8, its first
     valid: int  # and those after them
     updates: int
-    long: int | None  # updates of a few runs; a few others are on words then
+    long: int  # updates of a few runs
+    long_rates: tuple[float, ...]  # theirs, of AdamW
     look_every: int
     rates: dict[str, tuple[float, ...]]  # of none and LocAteR
     rivals_rates: dict[str, tuple[float, ...]]
+    words: bool = False  # whether a few runs are on words
     first_at_full_rate: bool = False  # before warm-up begins: a fault of the runs in results/arena-llama
 
     @property
@@ -65,13 +67,13 @@ class Size:
 
 LARGE = Size(
     device="cuda", width=512, layers=8, heads=8, key_heads=4, inner=1_408, batch=16, tokens=512,
-    train=90_000_000, valid=1_000_000, updates=1_500, long=15_000, look_every=250,
+    train=90_000_000, valid=1_000_000, updates=1_500, long=15_000, long_rates=(1e-3,), look_every=250,
     rates={"AdamW": (3e-4, 1e-3, 3e-3, 1e-2), "Muon": (1e-3, 3e-3, 1e-2)},
-    rivals_rates={"AdamW": (1e-3, 3e-3, 1e-2), "Muon": (3e-3, 1e-2)}, first_at_full_rate=True,
+    rivals_rates={"AdamW": (1e-3, 3e-3, 1e-2), "Muon": (3e-3, 1e-2)}, words=True, first_at_full_rate=True,
 )  # fmt: skip
 SMALL = Size(
     device="cpu", width=128, layers=4, heads=4, key_heads=2, inner=352, batch=8, tokens=128,
-    train=90_000_000, valid=65_536, updates=600, long=None, look_every=50,
+    train=90_000_000, valid=65_536, updates=600, long=6_000, long_rates=(3e-3, 1e-2), look_every=50,
     rates={"AdamW": (1e-3, 3e-3, 1e-2, 3e-2), "Muon": (3e-3, 1e-2, 3e-2)},
     rivals_rates={"AdamW": (3e-3, 1e-2, 3e-2), "Muon": (1e-2, 3e-2)},
 )  # fmt: skip
@@ -101,11 +103,9 @@ def planned(best: dict[str, float | None], size: Size) -> Iterator[Run]:
         if rate is not None:
             yield from (Run(method, optimizer, rate, seed, size.updates) for seed in seeds for method in methods)
 
-    longest, words = [], []
-    if size.long is not None:
-        three = "none", "LocAteR", "QK-norm"
-        longest = [Run(method, "AdamW", 1e-3, 0, size.long) for method in three]
-        words = [Run(method, "AdamW", 1e-3, 0, size.updates, "words") for method in three]
+    three = "none", "LocAteR", "QK-norm"
+    longest = [Run(method, "AdamW", rate, 0, size.long) for rate in size.long_rates for method in three]
+    words = [Run(method, "AdamW", 1e-3, 0, size.updates, "words") for method in three if size.words]
     found = None not in best.values()
     if found:  # nothing waits for the others: the longest begin first, and processes end together
         yield from longest
