@@ -41,10 +41,12 @@ def intervals(found: Effects, title: str) -> Drawing:
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
     seen = [verdict for verdict in _COLOURS if verdict in {each.verdict for each in effects}]
-    looks = [(verdict, {"color": _COLOURS[verdict]}) for verdict in seen]
-    looks += [("no effect seen, or open", {"color": _NONE})]
-    looks += [("against another condition", {"color": BLACK, "markerfacecolor": "white"})]
-    marks = [Line2D([], [], label=label, linewidth=1.4, marker="o", markersize=4, **look) for label, look in looks]
+    looks: list[tuple[str, str, str | None]] = [(verdict, _COLOURS[verdict], None) for verdict in seen]
+    looks += [("no effect seen, or open", _NONE, None), ("against another condition", BLACK, "white")]
+    marks = [
+        Line2D([], [], label=label, linewidth=1.4, marker="o", markersize=4, color=colour, markerfacecolor=inside)
+        for label, colour, inside in looks
+    ]
     figure.legend(handles=marks, loc="outside lower center", ncols=len(marks))
     figure.suptitle(title, fontsize=9)
     about = {"step": found.step, "seeds": max(each.seeds for each in effects)}
