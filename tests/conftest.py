@@ -20,7 +20,7 @@ FULL = bool(os.environ.get("LOCATER_FULL"))
 
 settings.register_profile(
     "locater",
-    max_examples=1000 if FULL else 40,
+    max_examples=1000 if FULL else 60,
     deadline=None,
     derandomize=not FULL,  # the quick run is the same everywhere; the wide one keeps looking
     suppress_health_check=[HealthCheck.too_slow],

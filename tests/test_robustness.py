@@ -26,11 +26,11 @@ def script(name, count):
 
 @pytest.mark.long
 def test_runs_sweeps_and_arenas_go_on_wherever_they_were_killed_and_no_record_is_lost(full):
-    count = 600 if full else 16
+    count = 600 if full else 24
     assert f"{count} kills and signals" in script("killing.py", count)
 
 
 @pytest.mark.long
 def test_damaged_files_and_odd_arguments_end_in_one_sentence(full):
-    count = 2000 if full else 60
+    count = 2000 if full else 100
     assert f"{count} inputs from seed 0: 0 faults" in script("fuzzing.py", count)
