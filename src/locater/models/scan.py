@@ -253,7 +253,7 @@ def _rows(spectrum: Spectra, process: TokenProcess) -> dict[str, Any]:
     parts = [_numbers(one) for one in spectrum.groups()]
     scale, singular = column([part[0] for part in parts]), torch.cat([part[1] for part in parts])
     share = singular / singular.sum(-1, keepdim=True).clamp(min=1e-300)
-    root = np.sqrt(scale)
+    root = np.sqrt(np.maximum(scale, 0))  # rounding may leave a scale of zero below it
     trace = square = entropy = np.full(heads, np.nan)
     rho, names, shapes = np.full((heads, 1), np.nan), np.full(heads, ""), np.full(heads, "")
     if qk.square:
