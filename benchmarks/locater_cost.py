@@ -12,6 +12,7 @@ small one. On a CPU: the first, against dense autograd, and the decoupled step o
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 
@@ -210,8 +211,8 @@ METHODS = {
 
 
 def loop(build, ids: torch.Tensor, compiled: bool, rounds: int, steps: int) -> None:
-    """A training step with each method, taking turns. QK-clip and z-loss look at q and k in every forward, and are not
-    compiled."""
+    """A training step with each method, taking turns in another order each time; the median of the rounds, and the
+    middle half of them. QK-clip and z-loss look at q and k in every forward, and are not compiled."""
     runs, kept = {}, []
     for name in list(METHODS)[: 4 if compiled else None]:
         torch.manual_seed(0)
@@ -222,8 +223,9 @@ def loop(build, ids: torch.Tensor, compiled: bool, rounds: int, steps: int) -> N
         for _ in range(25):  # also those that act on every tenth
             runs[name]()
     taken: dict[str, list[float]] = {name: [] for name in runs}
+    order = random.Random(0)
     for _ in range(rounds):
-        for name, run in runs.items():
+        for name, run in order.sample(list(runs.items()), len(runs)):
             start = time.perf_counter()
             for _ in range(steps):
                 run()
@@ -232,9 +234,10 @@ def loop(build, ids: torch.Tensor, compiled: bool, rounds: int, steps: int) -> N
             taken[name].append(1e3 * (time.perf_counter() - start) / steps)
     plain = statistics.median(taken["AdamW alone"])
     for name, times in taken.items():
-        middle = statistics.median(times)
+        low, middle, high = statistics.quantiles(times, n=4)
         print(
-            f"  {name}: {middle:.2f} ms a step, {100 * (middle / plain - 1):+.1f}%, {middle - plain:+.2f} ms",
+            f"  {name}: {middle:.2f} ms a step ({low:.2f} to {high:.2f}), {100 * (middle / plain - 1):+.1f}%, "
+            f"{middle - plain:+.2f} ms",
             flush=True,
         )
 

@@ -28,7 +28,7 @@ FIGURES: dict[int | str, Path | None] = {
     "spectra": None, "regimes": None, 3: None, 4: None, 5: None, 6: RUNS, 7: RUNS,
 }  # fmt: skip
 ARENAS = ("pre", "laptop")
-CAUSE = [ROOT / "results" / f"cause-laptop-rotary-3e-2{more}" for more in ("", "-seeds-10-14")]
+CAUSE = [ROOT / "results" / f"cause-d128-l1-early{more}" for more in ("", "-seeds-3-4")]
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def arenas(folder: Path) -> list[Path]:
 
 def cause(folder: Path) -> Path:
     return draw_effects(
-        effects(CAUSE), "two Pre-LN layers at a rate where attention breaks; ten seeds", folder / "cause.png"
+        effects(CAUSE), "WikiText-2, d = 128, one layer, 20,000 updates, five seeds", folder / "cause.png"
     )
 
 

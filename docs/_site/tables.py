@@ -57,10 +57,10 @@ def stacked() -> list[str]:
     return lines
 
 
-def cause(folders: dict[str, str]) -> list[str]:
+def cause(sweeps: dict[str, list[str]]) -> list[str]:
     """A row a comparison; of sweeps with the same plan two columns each, under what distinguishes them."""
-    found = [effects(RESULTS / folder).effects for folder in folders.values()]
-    head = ["comparison", "condition", "against", *(word for title in folders for word in (title, "verdict"))]
+    found = [effects([RESULTS / folder for folder in folders]).effects for folders in sweeps.values()]
+    head = ["comparison", "condition", "against", *(word for title in sweeps for word in (title, "verdict"))]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in zip(*found, strict=True):
         seen = (word for one in row for word in (one.measured, one.verdict))
@@ -73,10 +73,10 @@ def pages() -> dict[str, list[list[str]]]:
     tuned = [finetune_smollm2.table(RESULTS / name) for name in ("finetune-smollm2", "finetune-smollm2-lora")]
     arenas = [stacked(), *(arena_llama.table(RESULTS / name) for name in ("arena-llama", "arena-llama-small"))]
     causes = [
-        cause({"seeds 0 to 4": "cause-laptop", "seeds 5 to 14": "cause-laptop-seeds-5-14"}),
+        cause({"perplexity": ["cause-d128-l1-early", "cause-d128-l1-early-seeds-3-4"]}),
         cause({
-            "rate 0.01": "cause-laptop-rotary", "rate 0.03": "cause-laptop-rotary-3e-2",
-            "rate 0.03, seeds 10 to 14": "cause-laptop-rotary-3e-2-seeds-10-14",
+            "rate 0.01": ["cause-laptop-rotary"], "rate 0.03": ["cause-laptop-rotary-3e-2"],
+            "rate 0.03, seeds 10 to 14": ["cause-laptop-rotary-3e-2-seeds-10-14"],
         }),
     ]  # fmt: skip
     return {"arena.md": arenas, "locater.md": tuned, "cause.md": causes}

@@ -44,7 +44,7 @@ def arena_command(
     steps: StepsOption = None,
     settings: SetOption = None,
     renew: Annotated[
-        bool, typer.Option("--renew", help="Train anew what another version of a method trained there, and only that.")
+        bool, typer.Option("--renew", help="Train anew what another version of a method trained there, or was cut off.")
     ] = False,
     device: DeviceOption = None,
     listed: Annotated[bool, typer.Option("--list", help="Say what there is, and train nothing.")] = False,
@@ -52,7 +52,7 @@ def arena_command(
 ) -> None:
     """Train a decoder at rising learning rates with LocAteR and with its rivals; a table, and a figure."""
     from locater.figures import draw_arena
-    from locater.lab.arena import ARENAS, finished, outdated, read_arena, run_arena, summary
+    from locater.lab.arena import ARENAS, finished, read_arena, run_arena, summary, to_renew
 
     if listed:
         _list(json_file)
@@ -76,7 +76,7 @@ def arena_command(
     folder = out or Path("runs") / f"arena-{name}"
     terminal.check_folder(folder, ["cost.json", "*/sweep.json"])
     if renew:
-        arena = replace(arena, contenders=_old(folder, outdated(folder), arena.contenders))
+        arena = replace(arena, contenders=_those(folder, to_renew(folder), arena.contenders))
     with watching() as watch:
         run_arena(arena, folder, device=device, renew=renew, watch=watch)
     models = read_arena(folder, arena.contenders)
@@ -108,9 +108,9 @@ def _list(json_file: str | None) -> None:
         terminal.out().print(terminal.table(contenders, ""))
 
 
-def _old(folder: Path, outdated: set[str], contenders: tuple[str, ...]) -> tuple[str, ...]:
+def _those(folder: Path, to_renew: set[str], contenders: tuple[str, ...]) -> tuple[str, ...]:
     """Of these contenders those to renew."""
-    if found := tuple(name for name in contenders if name in outdated):
+    if found := tuple(name for name in contenders if name in to_renew):
         return found
     raise LocaterError(f"nothing to renew: {folder} holds none of these contenders by another version of its method")
 

@@ -105,13 +105,15 @@ def design(
     scales: Sequence[float],
     layers: int = 1,
     kappa_2: float = 1.0,
+    controls: bool = True,
     thorough: bool = True,
     first: float = 0.1,
 ) -> Design:
-    """Everything held at these levels, every control; with several layers LocAteR on each of them alone, too.
+    """Everything held at these levels, and every control; with several layers LocAteR on each of them alone, too.
 
-    `thorough`: also LocAteR's pull on the trace alone, and noise with the entropy of no LocAteR, since noise changes
-    entropy as well. `first` is the part of training that is the "first tenth": more than that of a shorter one.
+    Without `controls` the levels alone, beside no LocAteR and LocAteR. `thorough`: also LocAteR's pull on the trace
+    alone, and noise with the entropy of no LocAteR, since noise changes entropy as well. `first` is the part of
+    training that is the "first tenth": more than that of a shorter one.
     """
     of_locater, of_none = Intervention(entropy_of="locater"), Intervention(entropy_of="none")
     held = {
@@ -119,13 +121,24 @@ def design(
         **{f"trace-{level:g}": Intervention(trace=level) for level in traces},
         **{f"scale-{level:g}": Intervention(scale=level) for level in scales},
     }
+    levels = Design(
+        (
+            Condition("none"),
+            Condition("locater", kappa_2),
+            *(Condition(name, intervention=each) for name, each in held.items()),
+        ),
+        (
+            Comparison("LocAteR's gain", "locater", "none"),
+            *(Comparison(" held at ".join(name.split("-")), name, "none") for name in held),
+        ),
+    )
+    if not controls:
+        return levels
     alone = [f"locater-layer-{layer}" for layer in range(layers)] if layers > 1 else []
     noise = Intervention(noise_of="locater", entropy_of="none")
     more = Condition("trace-pulled", 0.0), Condition("noise-nones-entropy", intervention=noise)
     conditions = (
-        Condition("none"),
-        Condition("locater", kappa_2),
-        *(Condition(name, intervention=each) for name, each in held.items()),
+        *levels.conditions,
         Condition("locaters-entropy", intervention=of_locater),
         Condition("locater-nones-entropy", kappa_2, intervention=of_none),
         Condition("trace-flipped", kappa_2, target=-1.0),
@@ -142,8 +155,7 @@ def design(
         Comparison("noise with the entropy of no LocAteR", "noise-nones-entropy", "none"),
     )
     comparisons = (
-        Comparison("LocAteR's gain", "locater", "none"),
-        *(Comparison(f"{name.rpartition('-')[0]} held at {name.rpartition('-')[2]}", name, "none") for name in held),
+        *levels.comparisons,
         Comparison("LocAteR's entropy by temperature alone", "locaters-entropy", "none"),
         Comparison("what LocAteR adds to its entropy", "locater", "locaters-entropy"),
         Comparison("LocAteR with the entropy of no LocAteR", "locater-nones-entropy", "none"),

@@ -76,6 +76,14 @@ PRESETS: dict[str, Preset] = {
         "the same, the controls alone, 20,000 updates",
         steps=20_000,
     ),
+    # levels around those that models without and with LocAteR have after so many updates of the preset above
+    "cause-d128-l1-levels": _cause(
+        1,
+        "post",
+        design(entropies=(2.25, 2.45, 2.7), traces=(0.0, 1.0, 4.0), scales=(6.0, 12.0, 24.0), controls=False),
+        "the same, the levels alone, 20,000 updates",
+        steps=20_000,
+    ),
     "cause-pre-l6": _cause(
         6,
         "pre",
@@ -85,8 +93,9 @@ PRESETS: dict[str, Preset] = {
     "cause-post-l6": _cause(
         6,
         "post",
-        design(entropies=(2.4, 2.5, 2.6), traces=(1.0, 4.0), scales=(6.0, 24.0), layers=6),
-        "the paper's model, d = 128, six layers",
+        design(entropies=(), traces=(), scales=(), layers=6, first=0.25),
+        "the paper's model, d = 128, six layers, the controls alone, 20,000 updates",
+        steps=20_000,
     ),
     "cause-laptop": Preset(
         "the same on the embedded corpus, d = 64, one layer: a quarter of an hour on two cores",

@@ -17,7 +17,7 @@ from locater.cli import app
 from locater.errors import LocaterError
 from locater.figures import draw_arena
 from locater.figures._arena import against_rate
-from locater.lab.arena import ARENAS, CONTENDERS, outdated, read_arena, run_arena, summary
+from locater.lab.arena import ARENAS, CONTENDERS, outdated, read_arena, run_arena, summary, to_renew
 from locater.lab.config import METHOD_NAMES
 from locater.lab.engine.methods import METHODS
 from markdown_pages import ROOT
@@ -138,8 +138,8 @@ def test_a_run_of_somebody_elses_in_a_group_s_place_is_refused_before_anything_i
     assert everything_in(tmp_path) == before
 
 
-def make_old(folder):
-    path = folder / "locater-auto" / "sweep.json"
+def make_old(folder, contender="locater-auto"):
+    path = folder / contender / "sweep.json"
     plan = json.loads(path.read_text())
     assert plan.pop("rule") > 1  # which folders did not say before
     path.write_text(json.dumps(plan))
@@ -180,6 +180,33 @@ def test_what_another_version_trained_is_renewed_where_that_is_asked_for_and_not
     again = CliRunner().invoke(app, command, env={"COLUMNS": "250"})
     assert "nothing to renew" in f"{again.output} {again.exception}"
     assert everything_in(tmp_path) == before
+
+
+def test_what_is_to_be_renewed_stays_until_its_turn_and_a_renewal_that_was_cut_off_goes_on(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(ARENAS, "laptop", SMALL)
+    for name in ("none", "locater-auto", "qk-norm"):
+        shutil.copytree(folder / name, tmp_path / name)
+    shutil.copy(folder / "cost.json", tmp_path)
+    make_old(tmp_path)
+    make_old(tmp_path, "qk-norm")
+    later = everything_in(tmp_path / "qk-norm")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    arena = replace(SMALL, contenders=("locater-auto", "qk-norm"))
+    with pytest.raises(KeyboardInterrupt):
+        run_arena(arena, tmp_path, device="cpu", renew=True, watch=interrupt)
+    assert everything_in(tmp_path / "qk-norm") == later
+    assert outdated(tmp_path) == {"qk-norm"}
+    assert to_renew(tmp_path) == {"locater-auto", "qk-norm"}
+    done = CliRunner().invoke(app, ["arena", "--renew", "--out", str(tmp_path), "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    assert to_renew(tmp_path) == set()
+    losses = [read_arena(where, arena.contenders).loss for where in (tmp_path, folder)]
+    assert losses[0].tolist() == pytest.approx(losses[1].tolist(), rel=1e-6)
 
 
 @pytest.mark.parametrize("change", ["conditions", "groups", "others"])
@@ -413,8 +440,12 @@ def test_the_tables_in_the_docs_are_those_of_the_results(monkeypatch):
 def test_a_time_and_a_loss_are_marked_each_by_the_version_it_is_of(monkeypatch, tmp_path):
     """A contender that was trained again keeps the mark at a time that was not taken again."""
     shutil.copytree(ROOT / "results" / "arena-pre", tmp_path / "arena-pre")
-    path = tmp_path / "arena-pre" / "locater-auto" / "sweep.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"rule": METHODS["locater-auto"].version}))
+    path = tmp_path / "arena-pre" / "cost.json"
+    costs = json.loads(path.read_text())
+    for timing in costs["timings"]:
+        if timing["contenders"].get("locater-auto", {}).get("rule") == METHODS["locater-auto"].version:
+            del timing["contenders"]["locater-auto"]
+    path.write_text(json.dumps(costs))
     monkeypatch.syspath_prepend(ROOT / "docs" / "_site")
     tables = importlib.import_module("tables")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import t as student
 from scipy.stats import ttest_1samp
 
 from locater import LocaterError
@@ -150,18 +151,19 @@ def test_before_all_planned_seeds_are_there_nothing_can_be_told(tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.design is not None])
-def test_every_preset_with_a_design_is_one_plan_of_whole_seeds(name, tmp_path):
+def test_every_preset_with_a_design_is_one_plan_and_who_follows_another_is_beside_it(name, tmp_path):
     preset = PRESETS[name]
     members = members_of(preset.design, preset.config, preset.seeds)
     plan = Plan.of(tmp_path, preset.config, members, 24, {})
     assert len(preset.seeds) >= 5
-    seeds = [{member.seed for member in group.members} for group in plan.groups]
-    assert sorted(seed for own in seeds for seed in own) == sorted(preset.seeds)
-    conditions = len(preset.design.conditions)
-    assert [len(group.members) for group in plan.groups] == [conditions * len(own) for own in seeds]
+    assert [member for group in plan.groups for member in group.members] == members
     assert {condition_of(member) for member in members} == {condition.name for condition in preset.design.conditions}
     leaders = {leader for member in members if member.intervention for leader in member.intervention.leaders}
-    assert leaders == {f"{name}-s{seed}" for name in ("none", "locater") for seed in preset.seeds}
+    followed = ("none", "locater") if name != "cause-d128-l1-levels" else ()
+    assert leaders == {f"{name}-s{seed}" for name in followed for seed in preset.seeds}
+    if followed:
+        seeds = [{member.seed for member in group.members} for group in plan.groups]
+        assert sorted(seed for own in seeds for seed in own) == sorted(preset.seeds)
     compared = {each.condition for each in preset.design.comparisons} | {"none"}
     assert compared == {condition.name for condition in preset.design.conditions}
 
@@ -179,6 +181,15 @@ def test_the_early_preset_is_the_first_updates_of_the_whole_one():
             assert own.until * early.config.steps == other.until * whole.config.steps == 5_000
             own = replace(own, until=other.until)
         assert replace(condition, intervention=own) == of_whole[condition.name]
+
+
+def test_the_levels_without_controls_are_those_with_them():
+    levels = {"entropies": (2.0,), "traces": (0.0,), "scales": (6.0, 12.0)}
+    whole, part = design(**levels), design(**levels, controls=False)
+    names = ["none", "locater", "entropy-2", "trace-0", "scale-6", "scale-12"]
+    assert [condition.name for condition in part.conditions] == names
+    assert set(part.conditions) < set(whole.conditions)
+    assert part.comparisons == tuple(each for each in whole.comparisons if {each.condition, each.reference} <= {*names})
 
 
 def test_members_that_follow_each_other_are_not_separated(tmp_path):
@@ -224,17 +235,43 @@ def test_a_follower_follows_the_member_of_its_own_seed():
 # ---------------------------------------------------------------------- the page
 
 
-def test_the_table_of_docs_cause_is_that_of_the_results():
-    folder, page = ROOT / "results" / "cause-laptop", (ROOT / "docs" / "cause.md").read_text()
-    ends = {each.condition: each for each in effects(folder).conditions}
-    for name in ("none", "locater"):  # and what the text says
-        assert f"{ends[name].entropy:.2f}" in page
-        assert f"{ends[name].scale:.1f}" in page
-    seen = [each for each in effects(folder).effects if each.verdict in ("lower", "higher")]
-    assert len(seen) == 4
-    both = {each.name: each for each in effects([folder, folder.parent / "cause-laptop-seeds-5-14"]).effects}
-    for name in ("LocAteR's gain", "what its entropy adds to LocAteR", "what LocAteR adds to its entropy"):
-        assert both[name].measured.lstrip("−") in page
+def test_what_docs_cause_says_of_the_papers_model_is_what_its_sweeps_hold():
+    page = (ROOT / "docs" / "cause.md").read_text()
+    found = effects([ROOT / "results" / f"cause-d128-l1-early{more}" for more in ("", "-seeds-3-4")])
+    assert {each.seeds for each in found.effects} == {5}
+    of = {(each.condition, each.reference): each for each in found.effects}
+    for pair in (
+        ("locaters-entropy", "none"), ("locater-nones-entropy", "none"), ("trace-pulled", "none"), ("noise", "none"),
+        ("locater", "trace-pulled"), ("locater", "trace-flipped"), ("noise-nones-entropy", "none"),
+        ("noise-one-way", "none"), ("locater-first-tenth", "none"), ("decay-times-10", "none"),
+    ):  # fmt: skip
+        assert f"{100 * abs(of[pair].change):.2f}% ± {100 * of[pair].half_width:.2f}" in page, pair
+    gain, alone, beside = (of[pair].change for pair in (("locater", "none"), ("locaters-entropy", "none"),
+                                                        ("locater", "locater-nones-entropy")))  # fmt: skip
+    assert f"{100 * alone / gain:.0f} to {100 * beside / gain:.0f}% of the gain" in page
+    ends = {each.condition: each for each in found.conditions}
+    assert f"({ends['locaters-entropy'].entropy:.2f} nats instead of {ends['none'].entropy:.2f}) gains" in page
+    assert f"the scale then grows to {ends['locaters-entropy'].scale:.0f}" in page
+    assert f"at a scale of {ends['locater-nones-entropy'].scale:.1f}" in page
+    assert f"({ends['decay-times-10'].entropy:.2f} nats, {ends['decay-times-10'].scale:.0f})" in page
+    # Holm's rule: the smallest p-value against 5% over all of them, the next over all but one, and so on
+    wide = student.ppf(0.975, 4)
+    p = sorted(2 * student.sf(abs(each.change) / each.half_width * wide, 4) for each in found.effects)
+    remain = [value < 0.05 / (len(p) - i) for i, value in enumerate(p)]
+    assert remain == [True] * 14 + [False] * 2
+    assert "By Holm's rule for 16 comparisons all fourteen effects remain" in page
+
+
+def test_what_docs_cause_says_of_where_nothing_breaks_is_what_its_sweeps_hold():
+    page = (ROOT / "docs" / "cause.md").read_text()
+    folders = [ROOT / "results" / name for name in ("cause-laptop", "cause-laptop-seeds-5-14")]
+    gain = effects(folders).effects[0]
+    assert gain.measured in page
+    for folder in folders:
+        of = {each.condition: each for each in effects(folder).effects if each.reference == "none"}
+        assert of["locater"].verdict == "no effect seen"
+        assert of["decay-times-10"].measured in page
+        assert of["scale-12"].measured in page
 
 
 def test_what_docs_cause_says_of_where_attention_breaks_is_of_all_seeds():

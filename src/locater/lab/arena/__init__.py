@@ -51,6 +51,7 @@ __all__ = [
     "read_arena",
     "run_arena",
     "summary",
+    "to_renew",
 ]
 
 LOGIT_CEILING, ENTROPY_FLOOR = 200.0, 0.3
@@ -160,8 +161,8 @@ def run_arena(
     """Times the contenders, then trains every one into a folder of its own.
 
     What is there already is neither timed nor trained again, a timing of another version of the method apart; a group
-    that was cut off is trained anew. What another version of a method trained is refused, or with `renew` removed and
-    trained anew.
+    that was cut off is trained anew. What another version of a method trained is refused, or with `renew` removed when
+    its turn to be trained anew has come.
     """
     folder = Path(folder)
     _check_names(arena.contenders)
@@ -169,17 +170,15 @@ def run_arena(
     corpus = load_corpus(arena.config.data, unit=arena.config.unit, vocabulary=arena.config.vocabulary)
     check_sizes(arena.config, corpus)
     entries = entries_in(folder)
-    renewed = [entry.plan for entry in entries if renew and entry.contender in arena.contenders and _is_outdated(entry)]
-    _check_folder(arena, folder, [entry for entry in entries if entry.plan not in renewed], corpus)
+    renewed = [entry for entry in entries if renew and entry.contender in arena.contenders and _is_outdated(entry)]
+    _check_folder(arena, folder, [entry for entry in entries if entry not in renewed], corpus)
     plans = [_plan(arena, name, folder, group_size) for name in arena.contenders]
     for plan in plans:  # all of them, before anything is written or removed
-        if plan.folder not in {earlier.folder for earlier in renewed}:
+        if plan.folder not in {earlier.plan.folder for earlier in renewed}:
             plan.check()
             check_groups(plan)
     for earlier in renewed:
-        check_groups(earlier)
-    for earlier in renewed:
-        discard(earlier)
+        check_groups(earlier.plan)
     costs, old = _costs(folder)
     if untimed := [name for name in arena.contenders if name not in costs or name in old]:
         timed = {name: arena.planned(name) for name in (REFERENCE, *untimed)}
@@ -187,6 +186,9 @@ def run_arena(
         write_timing(folder, time_contenders(first, corpus, torch_device))
     watch = watch or (lambda _group, _progress: None)
     for name, plan in zip(arena.contenders, plans, strict=True):
+        for earlier in renewed:
+            if earlier.contender == name:
+                discard(earlier.plan)
         discard_unfinished(plan)
         run_plan(
             plan,
@@ -238,6 +240,11 @@ def _is_outdated(entry: Entry) -> bool:
 def outdated(folder: str | Path) -> set[str]:
     """The contenders there that were trained by another version of their method's formula than this one."""
     return {entry.contender for entry in entries_in(Path(folder)) if _is_outdated(entry)}
+
+
+def to_renew(folder: str | Path) -> set[str]:
+    """The contenders there that another version of their method trained, or whose training was cut off."""
+    return {entry.contender for entry in entries_in(Path(folder)) if _is_outdated(entry) or not entry.is_finished}
 
 
 def outdated_costs(folder: str | Path) -> set[str]:
