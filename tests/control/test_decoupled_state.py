@@ -10,7 +10,7 @@ import torch
 from moving import ids_of, moved, run, same, sampled_logits, spread_of, weights
 from zoo import build
 
-from locater import LocaterError
+from locater import LocAteR, LocaterError
 from locater.control import DecoupledLocAteR
 from locater.models import attentions
 
@@ -205,6 +205,12 @@ def test_another_state_is_refused_and_nothing_changed(change, words):
 def test_a_state_of_an_earlier_version_is_refused_with_what_to_do(state):
     with pytest.raises(LocaterError, match=r"another version of locater.*go on without it"):
         DecoupledLocAteR(build("gpt2")).load_state_dict(state)
+
+
+def test_a_state_of_the_penalty_is_told_from_one_of_an_earlier_version():
+    model = build("gpt2")
+    with pytest.raises(LocaterError, match=r"not a state of DecoupledLocAteR.*of LocAteR, the penalty"):
+        DecoupledLocAteR(model).load_state_dict(LocAteR(model, scale_strength=1.0, mean_strength=1.0).state_dict())
 
 
 @pytest.mark.parametrize("state", [None, 5, {}, {"step": 3, "change": 0.1, "version": 3}])

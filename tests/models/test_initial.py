@@ -314,6 +314,7 @@ def rotary(kind, **given):
             {"model_type": "llama", "initializer_range": -1.0},
             "here: its configuration is none of llama: Validation error",
         ),
+        ({"model_type": "llama", "num_attention_heads": 0}, "its configuration is none of llama: a number in it is 0"),
         ({"model_type": "bert", "hidden_size": 100}, "here: "),
         ({"model_type": "opt", "hidden_size": 2**20, "num_attention_heads": 1}, "heads must be at most 4,096 wide"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "makes layers differ"),

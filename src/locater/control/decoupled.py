@@ -293,6 +293,8 @@ class DecoupledLocAteR(Regulariser):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         wrong = "this is not a state of DecoupledLocAteR for this model"
         given = state if isinstance(state, dict) else {}
+        if "mean_strength" in given:
+            raise LocaterError(f"{wrong}: it is of LocAteR, the penalty through the optimizer")
         if given and given.get("version", VERSION if "change" in given else None) != VERSION:
             raise LocaterError(
                 f"{wrong}: it is of another version of locater, with another formula; go on without it, and "

@@ -57,7 +57,8 @@ def initial(config: Mapping[str, Any], origin: str) -> Initial:
         with quiet():
             settings = transformers.CONFIG_MAPPING[kind].from_dict(dict(config))
     except Exception as error:  # a configuration can be wrong in any way
-        raise LocaterError(f"{origin}: its configuration is none of {kind}: {one_line(str(error), 300)}") from error
+        told = "a number in it is 0" if isinstance(error, ZeroDivisionError) else one_line(str(error), 300)
+        raise LocaterError(f"{origin}: its configuration is none of {kind}: {told}") from error
     try:
         made = FAMILIES[kind](Fields(settings, origin))
     except LocaterError as error:
