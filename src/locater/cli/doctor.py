@@ -22,6 +22,9 @@ def doctor_command(
     ] = None,
     revision: RevisionOption = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 256,
+    sequences: Annotated[
+        int, typer.Option(min=1, help="How many to read at most, from the first to the last of the text.")
+    ] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 8,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU if there is one.")] = None,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page.")] = Path("doctor.html"),
@@ -39,10 +42,12 @@ def doctor_command(
     history = None if log is None else read_log(log)
     with terminal.progress("reading") as progress:
         options: dict[str, Any] = {"revision": revision, "length": length, "batch": batch, "device": device}
-        reading, examined, network = examine_reading(model, words, progress=progress, source=str(text), **options)
+        reading, examined, network = examine_reading(
+            model, words, most=sequences, progress=progress, source=str(text), **options
+        )
     diagnosis = diagnose(examined, network, log=history)
     content = {"model": model, "text": str(text), "length": length, "sequences": reading.sequences}
-    content |= diagnosis.to_json()
+    content |= {"left_out": reading.left_out, **diagnosis.to_json()}
     measured = {"model": model, "length": length, **reading.to_json()}
     shown = [Found("diagnosis", Path(model), content), Found("measurement", Path(model), measured)]
     if diagnosis.heads["scale"].notna().any():  # the weights were read
@@ -54,6 +59,7 @@ def doctor_command(
         terminal.write_json(json_file, content)
     if json_file != "-":
         console = terminal.out()
-        for sentence in (*diagnosis.sentences(), *diagnosis.notes):
+        part = f"Read {reading.sequences:,} of {reading.sequences + reading.left_out:,} sequences of the text."
+        for sentence in (*diagnosis.sentences(), *diagnosis.notes, *([part] if reading.left_out else ())):
             console.print(sentence, highlight=False, markup=False, soft_wrap=True)  # code is not folded
         console.print(str(out), highlight=False, markup=False, soft_wrap=True)

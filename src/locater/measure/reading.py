@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ class Reading:
     entropy_by_position: dict[str, NDArray[np.float64]]  # by module (heads, queries)
     part: str = ""  # of the model that was run, if not all
     predicted: tuple[Prediction, ...] = ()  # a module each, if it was asked for
+    left_out: int = 0  # sequences of the text that were not read
 
     def to_json(self) -> dict[str, Any]:
         more: dict[str, Any] = {}
@@ -156,11 +157,16 @@ def examine_reading(
     text: str,
     *,
     batch: int = 8,
+    most: int | None = None,
     progress: Callable[[float], None] = lambda _: None,
     **options: Any,
 ) -> tuple[Reading, Examination, Any]:
-    """As `read`, for `measure.doctor`: what was read, what the doctor looks at, and the model."""
+    """As `read`, for `measure.doctor`: what was read, what the doctor looks at, and the model. Of more than `most`
+    sequences it reads as many, from the first to the last of the text."""
     opened = _opened(model, text, **options)
+    whole = len(opened.ids)
+    if most is not None and most < whole:
+        opened.ids = opened.ids[torch.linspace(0, whole - 1, most, dtype=torch.float64).round().long()]
     network, total = opened.network(), len(opened.ids)
 
     def batches() -> Iterator[torch.Tensor]:
@@ -172,7 +178,7 @@ def examine_reading(
         _forward(network, ids)
 
     examined = examine(network, batches(), run, queries=(opened.query,), by_position=True)
-    return opened.reading(examined.seen, False), examined, network
+    return replace(opened.reading(examined.seen, False), left_out=whole - total), examined, network
 
 
 @dataclass

@@ -22,7 +22,9 @@ def diagnosis_section(found: Found, detail: float) -> dict[str, Any]:
     facts = [["heads", f"{len(content.get('examined') or ()):,}"], ["findings", f"{len(findings):,}"]]
     sequences, length = number(content.get("sequences")), number(content.get("length"))
     if sequences == sequences and length == length:
-        facts.insert(1, ["read", f"{sequences:,.0f} sequences of {length:,.0f} tokens"])
+        left_out = number(content.get("left_out"))
+        whole = f" of {sequences + left_out:,.0f}" if left_out > 0 else ""
+        facts.insert(1, ["read", f"{sequences:,.0f}{whole} sequences of {length:,.0f} tokens"])
     return {
         "kind": "diagnosis",
         "title": "/".join(Path(model).parts[-2:]) or model,
