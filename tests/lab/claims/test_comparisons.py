@@ -262,6 +262,31 @@ def test_what_docs_cause_says_of_the_papers_model_is_what_its_sweeps_hold():
     assert "By Holm's rule for 16 comparisons all fourteen effects remain" in page
 
 
+def test_what_docs_cause_says_of_six_layers_is_what_the_sweeps_over_strengths_hold():
+    page = (ROOT / "docs" / "cause.md").read_text()
+    one, six = (read_sweep([ROOT / "results" / name for name in names]) for names in (
+        ["paper-d128-l1"], [f"paper-d128-l6{more}" for more in ("", "-seeds-1", "-seeds-2")]
+    ))  # fmt: skip
+
+    def ends(sweep, quantity, kappa):
+        rows = sweep.of(kappa)
+        return np.array([sweep.values[quantity][rows[seed], -1] for seed in sorted(rows)])
+
+    def told(sweep, kappa, other):
+        change = 100 * (ends(sweep, "perplexity", kappa) / ends(sweep, "perplexity", other) - 1)
+        assert len(change) == 3
+        return f"{abs(change.mean()):.2f}% ± {student.ppf(0.975, 2) * change.std(ddof=1) / 3**0.5:.2f}"
+
+    def shrunk(sweep, kappa):
+        return f"{100 * (1 - ends(sweep, 'scale', kappa).mean() / ends(sweep, 'scale', None).mean()):.0f}%"
+
+    assert f"(+{told(six, 1.0, None)} at d = 128" in page
+    assert f"ends {told(six, 0.1, None)} below no LocAteR" in page
+    assert f"rises by {told(six, 1.0, 0.1)}" in page
+    assert f"by {shrunk(one, 1.0)} with one layer, by {shrunk(six, 1.0)} with six" in page
+    assert f"shrinks it\nby {shrunk(six, 0.1)}" in page
+
+
 def test_what_docs_cause_says_of_where_nothing_breaks_is_what_its_sweeps_hold():
     page = (ROOT / "docs" / "cause.md").read_text()
     folders = [ROOT / "results" / name for name in ("cause-laptop", "cause-laptop-seeds-5-14")]
