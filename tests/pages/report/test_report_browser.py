@@ -191,6 +191,17 @@ def test_a_map_over_many_powers_of_ten_is_drawn(watched_page, tmp_path):
         assert ticks == [f"10<sup>{power}</sup>".replace("-", "−") for power in (-9, -6, -3, 0, 3, 6, 9)]
 
 
+def test_sections_of_a_model_with_a_long_name_are_told_apart_above(watched_page, tmp_path):
+    name = "organisation/a-model-whose-name-is-longer-than-there-is-room-for"
+    made = [write_scan(tmp_path / "scan.json", model=name), write_measurement(tmp_path / "measure.json", model=name)]
+    with watched_page(report(made).write(tmp_path / "page.html")) as page:
+        for link, kind in zip(page.locator("nav a").all(), ("scan", "measurement"), strict=True):
+            whole, last = link.bounding_box(), link.locator("small").bounding_box()
+            assert link.locator("small").text_content() == kind
+            assert last["x"] + last["width"] <= whole["x"] + whole["width"]
+            assert link.locator("span").evaluate("(one) => one.scrollWidth > one.clientWidth")  # the name is shortened
+
+
 def test_no_button_of_a_plot_sends_it_anywhere(opened):
     """plotly's own would upload the data to its cloud."""
     titles = opened("scan").eval_on_selector_all(".modebar [data-title]", "all => all.map((one) => one.dataset.title)")

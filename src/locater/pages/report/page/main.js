@@ -41,7 +41,7 @@ const toggle = el(
   "light / dark",
 );
 const links = DATA.sections.map((section, index) =>
-  el("a", { href: `#s${index}` }, `${section.title}`, el("small", KINDS[section.kind][0])),
+  el("a", { href: `#s${index}` }, el("span", section.title), el("small", KINDS[section.kind][0])),
 );
 
 ROOT.dataset.theme = theme().name;
