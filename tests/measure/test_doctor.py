@@ -17,10 +17,9 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 import locater
-from locater import LocaterError, doctor, observe
+from locater import LocaterError, doctor
 from locater.cli import app
 from locater.measure.doctor import DEAD, LOGITS, NOT_FINITE, TEXT, TOKENS, TRAINING, UNIFORM
-from locater.measure.reading import examine_reading
 from locater.models import attentions
 from locater.models.pretrained import Pretrained, quiet
 from locater.pages.report import report
@@ -337,27 +336,6 @@ def test_the_command_says_it_and_writes_a_page(sick_folder, words, tmp_path):
     assert "DecoupledLocAteR" in page.read_text()
     again = report([numbers])  # and it is shown from the file, too
     assert [section["kind"] for section in again.sections] == ["diagnosis"]
-
-
-def test_of_a_long_text_as_many_sequences_are_read_as_asked_from_the_first_to_the_last(sick_folder, words):
-    text = words.read_text()[:2_000]
-    read = {most: examine_reading(str(sick_folder), text, length=16, most=most) for most in (None, 3, 1_000)}
-    whole, part, all_of_it = (reading for reading, _, _ in read.values())
-    assert (whole.left_out, all_of_it.left_out) == (0, 0)
-    assert (part.sequences, part.left_out) == (3, whole.sequences - 3)
-    assert whole.sequences == all_of_it.sequences > 3
-    ids, _ = Pretrained.called(str(sick_folder), None).sequences(text, 16, "")
-    chosen = ids[[0, round((len(ids) - 1) / 2), -1]]
-    own = observed_entropy(sick_folder, chosen)
-    assert part.heads["entropy"].tolist() == pytest.approx(own, rel=1e-4)
-
-
-def observed_entropy(folder, ids):
-    with quiet():
-        model = tf.AutoModel.from_pretrained(folder).eval()
-    with observe(model) as seen, torch.inference_mode():
-        model(input_ids=ids)
-    return seen.table()["entropy"].tolist()
 
 
 def test_the_command_says_how_much_of_the_text_it_read(sick_folder, words, tmp_path):

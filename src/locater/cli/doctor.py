@@ -41,10 +41,9 @@ def doctor_command(
     terminal.check_file(out)
     history = None if log is None else read_log(log)
     with terminal.progress("reading") as progress:
-        options: dict[str, Any] = {"revision": revision, "length": length, "batch": batch, "device": device}
-        reading, examined, network = examine_reading(
-            model, words, most=sequences, progress=progress, source=str(text), **options
-        )
+        options: dict[str, Any] = {"revision": revision, "length": length, "most": sequences}
+        options |= {"batch": batch, "device": device}
+        reading, examined, network = examine_reading(model, words, progress=progress, source=str(text), **options)
     diagnosis = diagnose(examined, network, log=history)
     content = {"model": model, "text": str(text), "length": length, "sequences": reading.sequences}
     content |= {"left_out": reading.left_out, **diagnosis.to_json()}
@@ -59,7 +58,7 @@ def doctor_command(
         terminal.write_json(json_file, content)
     if json_file != "-":
         console = terminal.out()
-        part = f"Read {reading.sequences:,} of {reading.sequences + reading.left_out:,} sequences of the text."
-        for sentence in (*diagnosis.sentences(), *diagnosis.notes, *([part] if reading.left_out else ())):
+        read = [f"Read {reading.extent} of the text."] if reading.left_out else []
+        for sentence in (*diagnosis.sentences(), *diagnosis.notes, *read):
             console.print(sentence, highlight=False, markup=False, soft_wrap=True)  # code is not folded
         console.print(str(out), highlight=False, markup=False, soft_wrap=True)

@@ -31,6 +31,12 @@ def measure_command(
     text: Annotated[Path, typer.Option("--text", metavar="FILE", help="What the model is to read, in UTF-8.")],
     revision: RevisionOption = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 256,
+    sequences: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="How many to read at most, from the first to the last of the text.", show_default="all"
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 8,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …; a GPU if there is one.")] = None,
     top: Annotated[int, typer.Option(min=1, help="How many heads to show.")] = 10,
@@ -53,7 +59,8 @@ def measure_command(
     words = text_of(text)
     _check_folder(plot)
     with terminal.progress("reading") as progress:
-        options: dict[str, Any] = {"revision": revision, "length": length, "batch": batch, "device": device}
+        options: dict[str, Any] = {"revision": revision, "length": length, "most": sequences}
+        options |= {"batch": batch, "device": device}
         seen = read(model, words, progress=progress, source=str(text), predicting=predicting, **options)
     content = {"model": model, "length": length, **seen.to_json()}
     alarms = None if since is None else alarms_since(since, content)
@@ -107,7 +114,7 @@ def _print(model: str, seen: Reading, top: int) -> None:
     part = f" (its {seen.part})" if seen.part else ""
     console.print(
         f"{model}{part}: {len(seen.heads)} heads in {len(seen.layers)} attention modules, "
-        f"{seen.sequences} sequences of {seen.length} tokens",
+        f"{seen.extent} of {seen.length} tokens",
         highlight=False,
     )
     columns = ["layer", "kind", "head", "entropy", "entropy_share", "max_logit", "logsumexp"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,12 @@ class Reading:
     predicted: tuple[Prediction, ...] = ()  # a module each, if it was asked for
     left_out: int = 0  # sequences of the text that were not read
 
+    @property
+    def extent(self) -> str:
+        """How many sequences were read, and of how many."""
+        whole = f" of {self.sequences + self.left_out:,}" if self.left_out else ""
+        return f"{self.sequences:,}{whole} sequences"
+
     def to_json(self) -> dict[str, Any]:
         more: dict[str, Any] = {}
         if self.predicted:
@@ -50,6 +56,7 @@ class Reading:
             }
         return {
             "sequences": self.sequences,
+            "left_out": self.left_out,
             "heads": nulled(self.heads.to_dict("records")),
             "layers": nulled(self.layers.to_dict("records")),
             "query": self.query,
@@ -64,7 +71,8 @@ def alarms_since(path: Path, now: dict[str, Any]) -> list[Alarm]:
     before = read_json(path)
     if not {"heads", "layers", "length", "sequences"} <= before.keys():
         raise LocaterError(f"{path} is no measurement, as locater measure --json writes one")
-    for name in ("length", "sequences"):
+    before = {"left_out": 0, **before}  # which it did not say once
+    for name in ("length", "sequences", "left_out"):
         if before[name] != now[name]:
             raise LocaterError(f"{path} is of another text: its {name} is {before[name]!r:.80}, here it is {now[name]}")
     try:
@@ -141,7 +149,7 @@ def read(
     them that frame a sequence ([CLS], [SEP], <s>); what is left over at the end of the text is not read.
 
     `predicting` keeps queries and keys of half of them and predicts the others', which takes minutes on many heads.
-    `options`: revision, length and device, as of `_opened`."""
+    `options`: revision, length, most and device, as of `_opened`."""
     opened = _opened(model, text, source=source, **options)
     if predicting and len(opened.ids) < 4:
         raise LocaterError(
@@ -157,16 +165,11 @@ def examine_reading(
     text: str,
     *,
     batch: int = 8,
-    most: int | None = None,
     progress: Callable[[float], None] = lambda _: None,
     **options: Any,
 ) -> tuple[Reading, Examination, Any]:
-    """As `read`, for `measure.doctor`: what was read, what the doctor looks at, and the model. Of more than `most`
-    sequences it reads as many, from the first to the last of the text."""
+    """As `read`, for `measure.doctor`: what was read, what the doctor looks at, and the model."""
     opened = _opened(model, text, **options)
-    whole = len(opened.ids)
-    if most is not None and most < whole:
-        opened.ids = opened.ids[torch.linspace(0, whole - 1, most, dtype=torch.float64).round().long()]
     network, total = opened.network(), len(opened.ids)
 
     def batches() -> Iterator[torch.Tensor]:
@@ -178,7 +181,7 @@ def examine_reading(
         _forward(network, ids)
 
     examined = examine(network, batches(), run, queries=(opened.query,), by_position=True)
-    return replace(opened.reading(examined.seen, False), left_out=whole - total), examined, network
+    return opened.reading(examined.seen, False), examined, network
 
 
 @dataclass
@@ -190,6 +193,7 @@ class _Opened:
     query: int
     length: int
     device: torch.device
+    left_out: int = 0
     part: str = ""
 
     def network(self) -> Any:
@@ -215,6 +219,7 @@ class _Opened:
             entropy_by_position={name: seen.entropy_by_position(name) for name in names},
             part=self.part,
             predicted=tuple(seen.predict()) if predicting else (),
+            left_out=self.left_out,
         )
 
 
@@ -224,15 +229,20 @@ def _opened(
     *,
     revision: str | None = None,
     length: int = 256,
+    most: int | None = None,
     device: str | None = None,
     source: str = "the text",
 ) -> _Opened:
+    """Of a text of more than `most` sequences as many, from the first to the last."""
     require("transformers", "hf")
     target = device_of(device)
     pretrained = Pretrained.called(model, revision)
     with quiet():
         ids, suffix = pretrained.sequences(text, length, source)
-    return _Opened(pretrained, ids, -1 - suffix, length, target)
+    whole = len(ids)
+    if most is not None and most < whole:
+        ids = ids[torch.linspace(0, whole - 1, most, dtype=torch.float64).round().long()]
+    return _Opened(pretrained, ids, -1 - suffix, length, target, whole - len(ids))
 
 
 def _observed(

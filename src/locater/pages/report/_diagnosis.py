@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from locater.pages.report._find import Found
-from locater.pages.report._numbers import number, short
+from locater.pages.report._numbers import read_facts, short
 
 _WORDS = ("kind", "module", "evidence", "advice", "code", "cost")
 _MOST = 200
@@ -20,11 +20,7 @@ def diagnosis_section(found: Found, detail: float) -> dict[str, Any]:
     if len(findings) > most:
         notes.append(f"{most} of {len(findings)} findings are shown")
     facts = [["heads", f"{len(content.get('examined') or ()):,}"], ["findings", f"{len(findings):,}"]]
-    sequences, length = number(content.get("sequences")), number(content.get("length"))
-    if sequences == sequences and length == length:
-        left_out = number(content.get("left_out"))
-        whole = f" of {sequences + left_out:,.0f}" if left_out > 0 else ""
-        facts.insert(1, ["read", f"{sequences:,.0f}{whole} sequences of {length:,.0f} tokens"])
+    facts[1:1] = read_facts(content)
     return {
         "kind": "diagnosis",
         "title": "/".join(Path(model).parts[-2:]) or model,

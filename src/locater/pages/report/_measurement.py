@@ -10,7 +10,7 @@ import numpy as np
 
 from locater.errors import LocaterError
 from locater.pages.report._find import Found
-from locater.pages.report._numbers import Array, array, averaged, centres, number, packed, rounded, short
+from locater.pages.report._numbers import Array, array, averaged, centres, number, packed, read_facts, rounded, short
 from locater.pages.report._scan import grid_of, modules_of
 from locater.pages.report._softmax import softmax_predicted
 
@@ -52,10 +52,7 @@ def measurement_section(found: Found, detail: float) -> dict[str, Any]:
 
 
 def _facts(content: Mapping[str, Any], rows: Sequence[Any], modules: Sequence[Any]) -> list[list[str]]:
-    facts = [["heads", f"{len(rows):,} in {len(modules)} attention modules"]]
-    sequences, length = number(content.get("sequences")), number(content.get("length"))
-    if sequences == sequences and length == length:
-        facts.append(["read", f"{sequences:,.0f} sequences of {length:,.0f} tokens"])
+    facts = [["heads", f"{len(rows):,} in {len(modules)} attention modules"], *read_facts(content)]
     query = number(content.get("query"))
     if query == query and query != -1:
         facts.append(["ρ is of", f"the token {-query:.0f} from the end, the last of the text"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,14 @@ def short(value: Any, most: int = 300) -> str:
     """A name from a file, of a length that a page can hold."""
     text = value if isinstance(value, str) else "" if value is None else str(value)
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def read_facts(content: Mapping[str, Any]) -> list[list[str]]:
+    """How much of a text was read, where a file says so."""
+    sequences, left_out, length = (number(content.get(name)) for name in ("sequences", "left_out", "length"))
+    whole = f" of {sequences + left_out:,.0f}" if left_out > 0 else ""
+    told = sequences == sequences and length == length
+    return [["read", f"{sequences:,.0f}{whole} sequences of {length:,.0f} tokens"]] if told else []
 
 
 def array(value: Any, dimensions: int, what: str) -> Array:
