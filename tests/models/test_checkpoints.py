@@ -335,6 +335,21 @@ def test_a_gguf_header_is_read_as_llama_cpps_own_package_reads_it(vocabulary):
         np.testing.assert_array_equal(header.load(tensor.name).numpy(), expected)
 
 
+def test_weights_of_a_kind_that_gguf_cannot_read_are_one_sentence(tmp_path):
+    import gguf
+
+    from locater.models.gguf import _Header
+
+    writer = gguf.GGUFWriter(tmp_path / "whole.gguf", "llama")
+    writer.add_tensor("blk.0.attn_q.weight", np.ones((64, 64), np.int32), raw_dtype=gguf.GGMLQuantizationType.I32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(LocaterError, match=r"blk\.0\.attn_q\.weight in .* cannot be dequantised: .*I32"):
+        _Header(tmp_path / "whole.gguf").load("blk.0.attn_q.weight")
+
+
 def test_a_cut_or_damaged_gguf_header_is_one_sentence(vocabulary, tmp_path):
     raw = vocabulary.read_bytes()
     rng = random.Random(0)

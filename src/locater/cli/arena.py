@@ -76,7 +76,10 @@ def arena_command(
     folder = out or Path("runs") / f"arena-{name}"
     terminal.check_folder(folder, ["cost.json", "*/sweep.json"])
     if renew:
-        arena = replace(arena, contenders=_those(folder, to_renew(folder), arena.contenders))
+        due = to_renew(folder)
+        arena = replace(arena, contenders=tuple(each for each in arena.contenders if each in due))
+        if not arena.contenders:
+            raise LocaterError(f"nothing to renew: {folder} holds none of these by another version of its method")
     with watching() as watch:
         run_arena(arena, folder, device=device, renew=renew, watch=watch)
     models = read_arena(folder, arena.contenders)
@@ -106,13 +109,6 @@ def _list(json_file: str | None) -> None:
     if json_file != "-":
         terminal.out().print(terminal.table(arenas, ""))
         terminal.out().print(terminal.table(contenders, ""))
-
-
-def _those(folder: Path, to_renew: set[str], contenders: tuple[str, ...]) -> tuple[str, ...]:
-    """Of these contenders those to renew."""
-    if found := tuple(name for name in contenders if name in to_renew):
-        return found
-    raise LocaterError(f"nothing to renew: {folder} holds none of these contenders by another version of its method")
 
 
 def _given(text: str, kind: type[Number], option: str, what: str, least: float) -> tuple[Number, ...]:

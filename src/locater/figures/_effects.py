@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from locater.figures._paper import BLACK, BLUE, ORANGE, Drawing
+from locater.io import nulled
 
 if TYPE_CHECKING:
     from locater.lab.claims import Effects
@@ -50,11 +50,5 @@ def intervals(found: Effects, title: str) -> Drawing:
     figure.legend(handles=marks, loc="outside lower center", ncols=len(marks))
     figure.suptitle(title, fontsize=9)
     about = {"step": found.step, "seeds": max(each.seeds for each in effects)}
-    rows = [
-        {"name": each.name, "change": _plain(each.change), "half_width": _plain(each.half_width)} for each in effects
-    ]
-    return Drawing(figure, about | {"effects": rows})
-
-
-def _plain(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
+    rows = [{"name": each.name, "change": each.change, "half_width": each.half_width} for each in effects]
+    return Drawing(figure, about | {"effects": nulled(rows)})

@@ -153,7 +153,7 @@ class _Header:
             rows = raw.reshape(math.prod(shape[:-1]), -1)
             values = self.gguf.quants.dequantize(rows, self.gguf.GGMLQuantizationType(kind))
             return torch.from_numpy(np.ascontiguousarray(values, np.float32).reshape(shape))
-        except (LookupError, ValueError, NotImplementedError) as error:  # the last by gguf, of a kind it cannot read
+        except (LookupError, ValueError, RuntimeError) as error:  # the last by gguf, of a kind that it cannot read
             raise LocaterError(f"{name} in {self.path} cannot be dequantised: {reason(error)}") from error
 
 

@@ -25,8 +25,8 @@ SMALL = design(entropies=(1.0,), traces=(0.0,), scales=(2.0,), thorough=False)
 SEEDS = (0, 1, 2)
 
 
-def members_of(made, config=CONFIG, seeds=SEEDS):
-    return made.members(config, seeds, learning_rate=1e-3, decay=0.01)
+def members_of(made, config=CONFIG, seeds=SEEDS, rate=1e-3):
+    return made.members(config, seeds, learning_rate=rate, decay=0.01)
 
 
 def written(folder, perplexities, seeds=SEEDS, steps=(0, 100), plan=SMALL, change=lambda member: member, **about):
@@ -159,9 +159,10 @@ def test_every_preset_with_a_design_is_one_plan_and_who_follows_another_is_besid
     assert [member for group in plan.groups for member in group.members] == members
     assert {condition_of(member) for member in members} == {condition.name for condition in preset.design.conditions}
     leaders = {leader for member in members if member.intervention for leader in member.intervention.leaders}
-    followed = ("none", "locater") if name != "cause-d128-l1-levels" else ()
+    controls = any(condition.name == "locaters-entropy" for condition in preset.design.conditions)
+    followed = ("none", "locater") if controls else ()
     assert leaders == {f"{name}-s{seed}" for name in followed for seed in preset.seeds}
-    if followed:
+    if controls:
         seeds = [{member.seed for member in group.members} for group in plan.groups]
         assert sorted(seed for own in seeds for seed in own) == sorted(preset.seeds)
     compared = {each.condition for each in preset.design.comparisons} | {"none"}
@@ -315,6 +316,18 @@ def test_what_docs_cause_says_of_where_attention_breaks_is_of_all_seeds():
         assert f"{100 * abs(of_sines[name].change):.1f}% ± {100 * of_sines[name].half_width:.1f}" in page, name
     for one in (found, of_sines):
         assert {one[f"trace held at {level}"].verdict for level in (0, 1, 4)} == {"no effect seen"}
+
+
+def test_what_was_compared_in_the_papers_model_is_what_its_preset_plans():
+    preset, folders = PRESETS["cause-d128-l1-early"], [ROOT / "results" / "cause-d128-l1-early"]
+    folders.append(folders[0].with_name("cause-d128-l1-early-seeds-3-4"))
+    for folder, seeds in zip(folders, ((0, 1, 2), (3, 4)), strict=True):
+        run = json.loads((folder / "sweep.json").read_text())
+        assert run["comparisons"] == preset.design.to_json()
+        assert Config.from_json(run["config"]) == preset.config.changed(checkpoint_every=0)
+        members = [Member.from_json(member) for group in run["groups"] for member in group["members"]]
+        assert members == members_of(preset.design, preset.config, seeds, preset.learning_rate)
+    assert (folders[0] / "claims.md").read_text() == effects_markdown(folders), "locater claims DIR DIR --markdown"
 
 
 @pytest.mark.parametrize(
